@@ -1,5 +1,4 @@
-"""`nash-mhc COMMAND ...`, or `python -m nash_mhc COMMAND ...`: every command by one name;
-without one, what there is."""
+"""`nash-mhc COMMAND ...`, or `python -m nash_mhc COMMAND ...`: run a command; without one, list all commands."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ from nash_mhc.config import kits
 from nash_mhc.config.commands import chosen_command, one_line_errors
 
 ABOUT = {
-    "train": "trains a model or resumes a run",
-    "generate": "writes text with a trained model",
-    "evaluate": "evaluates a model: lm-evaluation-harness tasks, held-out text",
-    "data": "prepares and inspects data, trains tokenizers",
-    "checkpoint": "lists, verifies and inspects a run's checkpoints",
-    "hub": "imports and exports Hugging Face models",
-    "plan": "estimates what fits a machine, its speed and its cost",
-    "report": "one HTML page about a run",
-    "doctor": "checks whether this machine is ready to train",
-    "bench": "measures speed, quality, memory and the input pipeline",
+    "train": "train a model or resume a run",
+    "generate": "generate text with a trained model",
+    "evaluate": "evaluate a model on lm-evaluation-harness tasks or held-out text",
+    "data": "prepare and inspect data, train tokenizers",
+    "checkpoint": "list, verify and inspect the checkpoints of a run",
+    "hub": "import and export Hugging Face models",
+    "plan": "estimate which meshes fit a machine, their speed and their cost",
+    "report": "write an HTML page about a run",
+    "doctor": "check whether this machine is ready to train",
+    "bench": "measure speed, quality, memory and the input pipeline",
 }
 
 

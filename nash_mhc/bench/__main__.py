@@ -20,12 +20,12 @@ from nash_mhc.config.schema import ConfigError
 ABOUT = {
     "step": "time the train step on this machine",
     "parts": "time every part of the step separately, against a lower bound",
-    "kernels": "compare every GPU kernel with its plain form, in a real step",
-    "compile": "compile the step for an absent TPU and print its memory",
+    "kernels": "compare every GPU kernel with its reference (XLA) implementation, on the inputs of a real step",
+    "compile": "compile the step for a TPU, without having one, and print the memory it needs",
     "quality": "train variants of the model on the same data and compare their held-out losses",
     "corpus": "download two reproducible text corpora for comparing models",
-    "data": "measure data preparation and reading: tokens/s, memory, and the step's wait for data",
-    "telemetry": "measure the cost of metrics, pictures and samples, as a share of the step",
+    "data": "measure data preparation and reading: tokens/s, memory, and how long a step waits for data",
+    "telemetry": "measure the logging overhead (metrics, images, samples) as a fraction of the step time",
 }
 USAGE = f"python -m nash_mhc.bench {' | '.join(ABOUT)} [flags of train]"
 _VARIANTS = "nash-mhc,dense,dense-mhc,dense-conv-mhc"  # of those in quality.py, which imports JAX
@@ -38,31 +38,31 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
     """Add the flags of a benchmark, which are arguments of its function."""
     add = group.add_argument
     if command == "step":
-        add("--steps", type=int, default=10, help="steps to time")
-        add("--warmup", type=int, default=3, help="steps before the timed ones")
-        add("--against", choices=["torch"], help="also time the same dense decoder in transformers, on one device")
+        add("--steps", type=int, default=10, help="number of steps to time [10]")
+        add("--warmup", type=int, default=3, help="number of untimed steps before them [3]")
+        add("--against", choices=["torch"], help="also time the same dense decoder in transformers (PyTorch)")
     elif command == "parts":
         add("--parts", dest="only", metavar="A,B,...", help="parts to time, such as mixer,mhc-write [all]")
-        text = "time of the whole step [measured; extrapolated from few layers for a deep model]"
+        text = "time of the whole step [measured; for a deep model, extrapolated from a few layers]"
         add("--step-ms", dest="whole_step_ms", type=float, metavar="MS", help=text)
         add("--seconds", type=float, default=0.2, help="seconds to time each program [0.2]")
     elif command == "compile":
-        add("--topology", default="v6e:2x4", help="TPU topology to compile for; cpu: emulated devices")
+        add("--topology", default="v6e:2x4", help="TPU topology to compile for, or cpu for emulated devices [v6e:2x4]")
     elif command == "data":
         add("--megabytes", type=int, default=32, help="megabytes of text to generate and prepare [32]")
         add("--steps", type=int, default=40, help="steps of the training run [40]")
     elif command == "telemetry":
         add("--steps", type=int, default=80, help="steps of the training run [80]")
     elif command == "quality":
-        add("--seeds", type=int, default=3, help="runs per variant, with seeds from --seed on [3]")
+        add("--seeds", type=int, default=3, help="number of runs per variant, with seeds --seed, --seed + 1, ... [3]")
         add("--variants", metavar="A,B,...", default=_VARIANTS, help=f"variants to compare [{_VARIANTS}]")
         add("--eval-rows", type=int, metavar="ROWS", help="held-out sequences [4 x eval-batches x batch-size]")
-        text = "learning rates to sweep with the first seed; each variant uses its best [--learning-rate]"
+        text = "learning rates to try with the first seed; each variant uses its best one [--learning-rate]"
         add("--learning-rates", metavar="A,B,...", help=text)
         text = "text: the run's dataset; recall: synthetic key-value recall [text]"
         add("--task", choices=["text", "recall"], default="text", help=text)
-        add("--picture", type=local_path, metavar="FILE", help="picture of loss against tokens and seconds, such as a.svg")
-    add("--json", type=local_path, metavar="FILE", help="also write the results to this file ('-': only JSON, to stdout)")
+        add("--picture", type=local_path, metavar="FILE", help="SVG file to plot the loss against tokens and seconds")
+    add("--json", type=local_path, metavar="FILE", help="also write the results to this file ('-': write only JSON, to stdout)")
 
 
 def _module(name: str) -> Any:
@@ -103,15 +103,15 @@ def _check_flags(command: str, given: Mapping[str, Any]) -> None:
         return
     folders = ("train.init_from", "train.resume_from", "train.checkpoint_dir")
     ignored = {
-        "data": dict.fromkeys(("data.dataset", "data.tokenizer", *folders), "it generates its data"),
+        "data": dict.fromkeys(("data.dataset", "data.tokenizer", *folders), "it generates its own data"),
         "quality": dict.fromkeys(folders, "every variant starts from random weights"),
     }.get(command, {})
     for path, why in ignored.items():
         if given.get(path):
-            raise ConfigError(f"{keys()[path].flag}: `bench {command}` ignores it, as {why}; leave it out")
+            raise ConfigError(f"{keys()[path].flag}: `bench {command}` ignores this flag ({why}); leave it out")
     name = given.get("objective.name")
     if name is not None and name in OBJECTIVES and OBJECTIVES[name].feed is not None:
-        raise ConfigError(f"--objective {name}: `bench {command}` cannot make its batches; leave out the flag")
+        raise ConfigError(f"--objective {name}: `bench {command}` cannot create batches for it; leave out the flag")
 
 
 def main() -> int:
@@ -124,7 +124,8 @@ def main() -> int:
     if command in ("quality", "telemetry"):  # these train on the user's data
         options = {"found": _infer}
     own_flags = lambda group: _own_flags(command, group)
-    parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own_flags, **options)
+    examples = ("--model-size small --batch-size 32", "--config run.yaml --json results.json")
+    parsed = parse(argv, prog=f"python -m nash_mhc.bench {command}", own=own_flags, examples=examples, **options)
     if shown(parsed):
         return 0
     logs.configure(parsed.config.telemetry.log_level)

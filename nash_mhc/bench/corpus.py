@@ -172,7 +172,7 @@ def command(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=local_path, metavar="DIR", help=text)
     args = parser.parse_strictly(argv, "name the directory with --out")
     if not args.out:
-        raise ConfigError("--out is missing; name a directory, such as --out data/real")
+        raise ConfigError("--out is missing; add a directory, such as --out data/real")
     out = Path(args.out).expanduser()
     try:
         built = build(out)

@@ -54,7 +54,7 @@ def chosen(names: str) -> list[str]:
     variants = list(dict.fromkeys(name.strip().lower() for name in names.split(",")))
     for name in variants:
         if name not in VARIANTS:
-            hint = did_you_mean(name, VARIANTS) or f"; there are {', '.join(VARIANTS)}"
+            hint = did_you_mean(name, VARIANTS) or f"; choose from {', '.join(VARIANTS)}"
             raise ConfigError(f"--variants: unknown variant {name!r}{hint}")
     return variants
 
@@ -62,7 +62,7 @@ def chosen(names: str) -> list[str]:
 def base_model(model: ArchitectureConfig) -> ModelConfig:
     """Return the run's model. Raise ConfigError for another architecture."""
     if not isinstance(model, ModelConfig):
-        raise ConfigError(f"bench quality compares variants of {ModelConfig.architecture}, not of {model.architecture}")
+        raise ConfigError(f"bench quality supports only --model-kind {ModelConfig.architecture}, not {model.architecture}")
     return model
 
 
@@ -302,7 +302,7 @@ def bench_quality(
     else:
         held_out = open_held_out(cfg.data, tokenizer, align=align)
     if held_out is None:
-        raise ConfigError("there is no held-out data to compare the models on; raise --validation-fraction")
+        raise ConfigError("no held-out data to compare the models on; raise --validation-fraction")
     runs: dict[str, RunConfig] = {}
     for name in names:
         # Choose the kernel again: the best one with a window may not be the best without.

@@ -29,7 +29,8 @@ class RecallRows(RowSource):
         half = vocab_size // 2
         if half - 1 < seq_len // 4 or seq_len < 4 * _NEAREST:
             raise ConfigError(
-                f"--task recall: --seq-len {seq_len} needs {seq_len // 4} keys, a vocabulary of {vocab_size} has {half - 1}; "
+                f"--task recall: --seq-len {seq_len} needs {seq_len // 4} keys, but a vocabulary of {vocab_size} allows "
+                f"{half - 1}; "
                 f"set --seq-len between {4 * _NEAREST} and {4 * half - 4}"
             )
         self._T, self._V, self._seed = seq_len, vocab_size, (seed, int(is_held_out))

@@ -160,7 +160,9 @@ def _tpu_mesh(cfg: MeshConfig, topology: str) -> Mesh:
         ) from error
     if math.prod(shape) != len(described.devices):
         chips = len(described.devices)
-        raise ConfigError(f"--topology {topology} has {chips} chips, the mesh {math.prod(shape)}; set the --mesh flags")
+        raise ConfigError(
+            f"--topology {topology} has {chips} chips, but the mesh has {math.prod(shape)}; set the --mesh flags to match"
+        )
     mesh = topologies.make_mesh(described, shape, axes)
     return type(mesh)(mesh.devices, axes, axis_types=(AxisType.Auto,) * len(axes))
 
@@ -230,7 +232,7 @@ def against_torch(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     """Measure PyTorch, then this package, on the same device, and return both and the ratio of their speeds."""
     if not isinstance(cfg.model, ModelConfig) or family_of(cfg.model) is None:
         raise ConfigError(
-            "--against torch: transformers has no such model; use the dense decoder (--model-scales 1 --model-conv-taps 0 "
+            "--against torch: transformers lacks this model; use the dense decoder (--model-scales 1 --model-conv-taps 0 "
             "--model-residual plain --model-full-every 0 --model-window none)"
         )
     wanted = ["torch", "transformers", *(["peft"] if cfg.lora.rank else [])]

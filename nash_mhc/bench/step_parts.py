@@ -269,7 +269,7 @@ def chosen(names: list[str], wanted: str | None) -> list[str]:
     for word in [] if wanted is None else wanted.split(","):
         matches = {name for name in names if name == word.strip() or name.startswith(f"{word.strip()}-")}
         if not matches:
-            raise ConfigError(f"--parts {word.strip()}: this model has no such part{name_hint(word.strip(), names)}")
+            raise ConfigError(f"--parts {word.strip()}: not a part of this model{name_hint(word.strip(), names)}")
         selected |= matches
     return [name for name in names if name in selected or wanted is None]
 

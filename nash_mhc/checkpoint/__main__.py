@@ -22,7 +22,7 @@ from nash_mhc.storage.files import Folder, number, table, to_path
 ABOUT = {
     "list": "list all checkpoints with size, held-out loss and state",
     "inspect": "show a checkpoint: metrics, manifest hash, and the shape of every array",
-    "verify": "compare every file with its hash; exit code 1 if one differs",
+    "verify": "compare every file with its hash; exit code 1 if any differs",
     "restore-test": "restore a checkpoint on one CPU device and check every array; exit code 1 on failure",
 }
 USAGE = f"python -m nash_mhc.checkpoint {' | '.join(ABOUT)} DIR"
@@ -52,7 +52,9 @@ def _is_step(name: str) -> bool:
 def _steps(folder: Folder, wanted: int | None) -> list[int]:
     steps = manifest.saved_steps(folder)
     if wanted is not None and wanted not in steps:
-        raise ConfigError(f"--step {wanted}: {folder} has no such checkpoint; it has {', '.join(map(str, steps)) or 'none'}")
+        raise ConfigError(
+            f"--step {wanted}: {folder} has no such checkpoint; its checkpoints: {', '.join(map(str, steps)) or 'none'}"
+        )
     return steps if wanted is None else [wanted]
 
 
@@ -110,7 +112,7 @@ def _last(folder: Folder, wanted: int | None) -> Folder:
 def inspect_command(folder: Folder, step: int | None) -> int:
     checkpoint = _last(folder, step)
     if wrong := manifest.problem(checkpoint):
-        raise ConfigError(f"{checkpoint}: damaged or incomplete, {wrong}; inspect another one with --step")
+        raise ConfigError(f"{checkpoint}: damaged or incomplete ({wrong}); inspect another checkpoint with --step")
     from nash_mhc.checkpoint.store import array_metadata  # deferred: imports JAX, which the other commands do not need
 
     count, values = len(manifest.read(checkpoint)), manifest.read_values(checkpoint)
@@ -158,7 +160,7 @@ def parse(command: str, argv: Sequence[str]) -> tuple[Folder, int | None]:
     parser.add_argument("--step", type=int, metavar="K", help=f"checkpoint step [{default}]")
     args = parser.parse_strictly(argv, "name one folder")
     if not args.folder:
-        raise ConfigError("the folder is missing; give a run directory, such as runs/tiny-20260101-120000")
+        raise ConfigError("no run directory given; add one, such as runs/tiny-20260101-120000")
     return _folder(args.folder), args.step
 
 

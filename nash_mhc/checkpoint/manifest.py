@@ -73,11 +73,11 @@ def read(checkpoint: Folder) -> dict[str, tuple[int, str]]:
     except OSError as error:
         _check_answered(checkpoint, error)
         wrong = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({reason(error)})"
-        raise ValueError(f"its manifest {wrong}") from None
+        raise ValueError(f"the manifest {wrong}") from None
     except MALFORMED:
-        raise ValueError("its manifest is damaged") from None
+        raise ValueError("the manifest is damaged") from None
     if version != VERSION:
-        raise ValueError(f"its manifest has version {version}, but only version {VERSION} is supported")
+        raise ValueError(f"the manifest has version {version}, but only version {VERSION} is supported")
     return expected
 
 

@@ -149,7 +149,7 @@ class RunFolder:
             if (row := row_of(line)) is not None:
                 rows.append(with_current_names(row))
             elif number < len(lines):
-                raise ConfigError(f"{path}:{number}: not a JSON row with a step; repair or remove the line")
+                raise ConfigError(f"{path}:{number}: not a JSON object with a step; repair or remove the line")
         return rows
 
     def last_row(self) -> Row:
@@ -257,4 +257,4 @@ def make_run_folder(named: str | None, model_size: str) -> RunFolder:
             if isinstance(error, FileExistsError) and not named:
                 continue  # another run started in the same second
             raise ConfigError(f"--checkpoint-dir {path}: cannot be written ({reason(error)}); choose another folder") from error
-    raise ConfigError(f"--checkpoint-dir {stamp}: a hundred runs started in this second; name a folder")
+    raise ConfigError(f"--checkpoint-dir {stamp}: 100 runs started in this second; set --checkpoint-dir to another folder")

@@ -88,7 +88,8 @@ class _Wait:
         if waited >= self._limit:
             tried = f" (waited for {waited:.0f} s)" if self._limit else ""
             raise ConfigError(
-                f"--checkpoint-dir {self._folder}: another run holds it ({holder}){tried}; stop that run, wait for it with "
+                f"--checkpoint-dir {self._folder}: another run holds the lock ({holder}){tried}; stop that run, wait for it "
+                "with "
                 f"--wait-for-lock SECONDS, or choose another folder"
             )
         if waited >= self._next_message:
@@ -245,8 +246,8 @@ class _Lease(Owner):
                 self._new_owner = _describe(record) if record else "one that has exited"
         if self._new_owner is not None:
             raise ConfigError(
-                f"{self._folder}: another run ({self._new_owner}) has taken over because this one was silent for too long; "
-                f"this run stops"
+                f"{self._folder}: another run ({self._new_owner}) took over the directory, because this run did not renew "
+                "its lock in time; this run stops"
             )
 
     def release(self) -> None:

@@ -270,7 +270,7 @@ class Store:
         checkpoint, leaves = self.folder / str(step), named_leaves(like)
         starts = tuple(f"{prefix}." for prefix in prefixes) or ("",)
         if step not in self.verified and (wrong := manifest.problem(checkpoint)):
-            raise ConfigError(f"{checkpoint}: damaged, {wrong}; use another checkpoint")
+            raise ConfigError(f"{checkpoint}: damaged ({wrong}); use another checkpoint")
         saved = array_metadata(checkpoint)
         first = lambda name: next((start for start in starts if start + name in saved), starts[-1])
         wanted = {first(name) + name: leaf for name, leaf in leaves.items()}
@@ -278,7 +278,7 @@ class Store:
             shape, _ = saved.get(name, ("missing", ""))
             if shape != leaf.shape:
                 raise ConfigError(
-                    f"{checkpoint}: {name} is {shape}, this configuration needs {leaf.shape}; "
+                    f"{checkpoint}: {name} is {shape}, but this configuration needs {leaf.shape}; "
                     f"use the run's own settings (run.json) or another --checkpoint-dir"
                 )
         known = {start + name for start in starts for name in leaves}

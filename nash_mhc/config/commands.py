@@ -27,9 +27,9 @@ def did_you_mean(word: str, valid: Iterable[str]) -> str:
 
 
 def name_hint(word: str, valid: Iterable[str]) -> str:
-    """Return `; did you mean X?`, or `; there are X, Y` if no name is close."""
+    """Return `; did you mean X?`, or `; choose from X, Y` if no name is close."""
     valid = list(valid)
-    return did_you_mean(word, valid) or f"; there are {', '.join(valid)}"
+    return did_you_mean(word, valid) or f"; choose from {', '.join(valid)}"
 
 
 def local_path(text: str) -> str:
@@ -82,15 +82,15 @@ def chosen_command(about: Mapping[str, str], usage: str, kind: str = "command") 
     command, *argv = sys.argv[1:] or [""]
     if command in ("-h", "--help"):
         print(f"usage: {usage}\n", *(f"  {name:<12}  {text}" for name, text in about.items()), sep="\n")
-        print("\n--help after one of these names lists its flags.")
+        print(f"\nTo list the flags of a {kind}, add --help after its name.")
         return None
     if command not in about:
-        raise ConfigError(f"unknown {kind} {command!r}{did_you_mean(command, about)}; there are: {usage}")
+        raise ConfigError(f"unknown {kind} {command!r}{did_you_mean(command, about)}; usage: {usage}")
     return command, argv
 
 
 def this_python() -> str:
-    """Return the word that starts this Python from the current directory."""
+    """Return the shell command for the running Python interpreter, relative to the current directory if possible."""
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         return str(python.relative_to(Path.cwd()))
@@ -98,7 +98,7 @@ def this_python() -> str:
 
 
 def module_command(module: str, *words: str) -> str:
-    """Return a command line of this package that can be typed in the current directory."""
+    """Return a shell command that runs a module of this package from the current directory."""
     return shlex.join([this_python(), "-m", module, *words])
 
 

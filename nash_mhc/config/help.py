@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -15,7 +15,12 @@ from nash_mhc.config.commands import name_hint
 from nash_mhc.config.keys import OURS, SMALL, Key, further, key_of_any_kind, keys, sections
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
 
-_DIR = "run directory (--checkpoint-dir), with a slash in its name; an existing run is resumed"
+_DIR = "run directory, as --checkpoint-dir; write ./NAME if it has no slash; "
+_EXAMPLES = (
+    "--total-steps 50",
+    "--model-size small --batch-size 32 learning_rate=1e-3",
+    "--config run.yaml --seed 1 --print-config",
+)
 TITLES = {"data": "data", "train": "training", "optim": "optimizer", "mesh": "devices", "model": "model shape"}
 
 
@@ -72,7 +77,8 @@ def _described(key: Key, defaults: dict[str, Any]) -> str:
     names = {int: "INT", float: "FLOAT", str: "TEXT", bool: "[BOOL]", type(None): "none"}
     choices = key.metadata["choices"]
     kind = "{" + ",".join(choices) + "}" if choices else "|".join(names[t] for t in key.kinds)
-    default = "none" if key.of(defaults) is None else _scalar(key, key.of(defaults))
+    value = key.of(defaults)
+    default = "none" if value is None else value if choices else _scalar(key, value)
     return _line(f"{key.flag} {kind}", f"{key.help} [{default}]", _width())
 
 
@@ -91,32 +97,31 @@ def section_help(section: str, kind: str = OURS) -> str:
     return "\n".join([f"{title} ({section}.*):" if section in sections() else f"{title}:", *lines]) + "\n"
 
 
-def usage(prog: str, *, folder: bool = False, kind: str = OURS) -> str:
+def usage(prog: str, *, folder: bool = False, kind: str = OURS, examples: Sequence[str] = _EXAMPLES) -> str:
     """Return the help text: all keys of pretraining by section, then the names of the other sections.
 
     `folder`: whether the command takes a run directory without a flag.
     """
+    about_dir = _DIR + ("an existing run is resumed" if prog.endswith(".train") else "the settings of that run are used")
     width, defaults = _width(), presets.run(kind=kind).to_dict()
     note = (
-        "The last setting wins, in the order given. In brackets: the default with "
-        f"--model-size {RunConfig.model_size}; other sizes have their own, which --print-config "
-        "shows. A flag with [BOOL] also has a --no-... form."
+        "If a key is set more than once, the last setting on the command line wins. Brackets show the default "
+        f"with --model-size {RunConfig.model_size}; --print-config shows the defaults of other sizes. A flag "
+        "with [BOOL] also has a --no-... form."
     )
     out = [
         f"usage: {prog} {'[DIR] ' * folder}[--flag value] [key=value] [--config FILE] ...\n\nexamples:",
-        f"  {prog} --total-steps 50",
-        f"  {prog} --model-size small --batch-size 32 learning_rate=1e-3",
-        f"  {prog} --config run.yaml --seed 1 --print-config\n",
+        "\n".join(f"  {prog} {example}" for example in examples) + "\n",
         textwrap.fill(note, width, break_on_hyphens=False) + "\n\ngeneral:",
-        *([_line("DIR", _DIR, width)] * folder),
+        *([_line("DIR", about_dir, width)] * folder),
         _line("-h, --help", "show this text", width),
-        _line("--config FILE", "read keys from a YAML file, at this place in the order", width),
-        _line("--print-config", "print every key with its origin, as YAML for --config, and stop", width),
+        _line("--config FILE", "read keys from a YAML file; later settings override them", width),
+        _line("--print-config", "print every key with its origin, as YAML for --config, and exit", width),
         *(_described(key, defaults) for key in keys(kind).values() if "." not in key.path),
         _line(SMALL, "the same as --model-size small", width),
     ]
     for section in TITLES:
         out += ["", section_help(section, kind).rstrip("\n")]
-    out += ["", "further:", *(_line(f"--help {name}", text, width) for name, text in further().items())]
-    out += [_line(f"--help {name}", f"the keys of --model-kind {name}", width) for name in ARCHITECTURES if name != kind]
+    out += ["", "more sections:", *(_line(f"--help {name}", text, width) for name, text in further().items())]
+    out += [_line(f"--help {name}", f"keys of --model-kind {name}", width) for name in ARCHITECTURES if name != kind]
     return "\n".join(out) + "\n"

@@ -38,13 +38,13 @@ NICKNAMES = {
 
 # Sections of optional features, which `--help` only names; `--help SECTION` shows one.
 FURTHER = {
-    "objective": "the objective, if it is not next-token cross-entropy",
-    "layers": "blocks of the layers: mixers, feed-forward networks, patterns",
-    "hub": "features of imported models; --init-from sets them for a Hugging Face folder",
+    "objective": "objectives other than next-token cross-entropy",
+    "layers": "layer types: mixers, feed-forward networks, layer patterns",
+    "hub": "features of imported models; --init-from sets them from a Hugging Face folder",
     "tuning": "fine-tuning: templates, epochs, early stopping, the final checkpoint",
     "lora": "LoRA fine-tuning of the model in --init-from",
     "precision": "precision and memory: dtypes of weights, moments and matmuls, remat",
-    "profile": "batch size and learning rate for a kind of device",
+    "profile": "default batch size and learning rate for a device type",
     "telemetry": "telemetry: Weights & Biases, JSON logs, profiles, samples",
 }
 
@@ -105,7 +105,7 @@ def _keys(model_kind: str, kinds: tuple[str, ...], sections: tuple[tuple[str, ty
         metadata = dict(top.metadata, choices=presets.sizes(model_kind)) if top.name == "model_size" else top.metadata
         found.append(Key(top.name, "--" + top.name.replace("_", "-"), hints[top.name], metadata))
         if top.name == "model_size":
-            about = "model kind; each has its own keys and sizes, which --help KIND lists"
+            about = "model kind; --help KIND lists the keys of a kind"
             of_kind = declared.key(OURS, about, choices=kinds).metadata
             found.append(Key("model_kind", "--model-kind", str, of_kind))
     for name, kind in sections:

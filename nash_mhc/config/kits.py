@@ -150,7 +150,7 @@ def provided(seam: str) -> list[str]:
 def run_command(name: str) -> int:
     """Run a kit's command and return its exit code."""
     if name not in COMMANDS:
-        raise ConfigError(f"{name}: no kit has this command; there are {', '.join(COMMANDS) or 'none'}")
+        raise ConfigError(f"{name}: unknown command; commands of the loaded kits: {', '.join(COMMANDS) or 'none'}")
     return int(load(COMMANDS[name].main)())
 
 

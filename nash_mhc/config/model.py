@@ -150,13 +150,13 @@ class RopeScaling:
             name, _, value = part.partition("=")
             if name not in (*_REQUIRED[kind], *_OPTIONAL[kind]):
                 known = ", ".join((*_REQUIRED[kind], *_OPTIONAL[kind]))
-                raise ConfigError(f"{where}: {kind} has no {name!r}; it has {known}")
+                raise ConfigError(f"{where}: {kind} has no parameter {name!r}; choose from {known}")
             try:
                 values[name] = float(value)
             except ValueError:
                 raise ConfigError(f"{where}: {name} must be a number, not {value!r}") from None
         if missing := [name for name in _REQUIRED[kind] if name not in values]:
-            raise ConfigError(f"{where}: {kind} needs {missing[0]}=NUMBER as well")
+            raise ConfigError(f"{where}: {kind} also needs {missing[0]}=NUMBER")
         scaling = RopeScaling(kind, **values)
         if not (scaling.factor >= 1 and math.isfinite(scaling.factor)):
             raise ConfigError(f"{where}: factor must be at least 1")
@@ -215,13 +215,19 @@ class ModelConfig(ArchitectureConfig):
     head_dim: int = key(16, "width of a head (H); even", low=2)
     ffn: int = key(384, "width of the MLP (F)", low=1)
     # Mixing once per layer and two scales halve the overhead over dense, at equal quality (docs/experiments.md).
-    scales: int = key(2, "resolutions of attention (C); 1 is plain attention", low=1, high=8)
-    ratio: int = key(16, "ratio of strides between one scale and the next (r)", low=2, high=64)
-    window: int | None = key(None, "tokens that the finest scale sees, itself included (none: all)", low=1)
-    full_every: int = key(0, "one layer in this many has no window (0: none)", low=0, further="layers")
+    scales: int = key(2, "number of scales (resolutions) of attention (C); 1 is standard attention", low=1, high=8)
+    ratio: int = key(16, "stride of each scale relative to the next finer one (r)", low=2, high=64)
+    window: int | None = key(None, "tokens that the finest scale attends to, including the current one (none: all)", low=1)
+    full_every: int = key(
+        0, "every N-th layer attends to all tokens, without a window (0: no such layer)", low=0, further="layers"
+    )
     conv_taps: int = key(4, "taps of the convolution before attention (0: no convolution)", low=0, high=16)
-    aggregation: str = key("nash", "how the scales get their weights", choices=("nash", "convex", "mean"))
-    nash_iterations: int = key(3, "rounds of the game", low=1, high=64)
+    aggregation: str = key(
+        "nash",
+        "weights of the scales: nash (a small game), convex (softmax over all keys of all scales), mean (equal)",
+        choices=("nash", "convex", "mean"),
+    )
+    nash_iterations: int = key(3, "iterations of the game that weights the scales (--model-aggregation nash)", low=1, high=64)
     residual: str = key(
         "mhc-layer",
         "residual connection: mhc (streams mixed in every sub-layer), mhc-layer (once per layer), or plain",
@@ -237,15 +243,21 @@ class ModelConfig(ArchitectureConfig):
     qkv_bias: bool = key(False, "biases in the query, key and value projections", further="hub")
     tied_embeddings: bool = key(True, "use the embedding as the output projection")
     embed_scale: str = key(
-        "unit", "scale of embeddings: unit (times sqrt(width)) or table (as stored)", choices=("unit", "table"), further="hub"
+        "unit",
+        "unit: multiply input embeddings by sqrt(width), to unit variance; table: use them as stored",
+        choices=("unit", "table"),
+        further="hub",
     )
-    ffn_kind: str = key("swiglu", "kind of feed-forward layer", choices=FFNS, further="layers")
+    ffn_kind: str = key("swiglu", "type of the feed-forward layers", choices=FFNS, further="layers")
     mixer: str | None = key(
-        None, "sequence mixer (none: attention with one scale, multiscale with more)", choices=MIXERS, further="layers"
+        None,
+        "sequence mixer of the layers (none: attention if --model-scales is 1, else multiscale)",
+        choices=MIXERS,
+        further="layers",
     )
     pattern: str | None = key(
         None,
-        "layers of one repeated group: local (windowed), full (no window) or mixers, such as local*3,full",
+        "repeated pattern of layers, such as local*3,full: local (windowed), full (no window), or names of mixers",
         further="layers",
     )
 

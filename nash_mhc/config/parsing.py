@@ -54,7 +54,9 @@ def _run_folder(name: str) -> str:
     """Raise ConfigError for a folder with other files than a run's."""
     files = set(os.listdir(name)) if os.path.isdir(name) else set()
     if files and not files & {"run.json", "checkpoints", ".lock"}:
-        raise ConfigError(f"{name}: exists and holds no run; give a new folder, or --dataset {name} to train on it")
+        raise ConfigError(
+            f"{name}: exists, but is not a run directory; give a new folder, or --dataset {name} to train on its files"
+        )
     return name
 
 
@@ -119,7 +121,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
         if not token.startswith("-"):
             if folder is not None and "=" not in token and _is_folder(token):
                 if alone is not None:
-                    raise ConfigError(f"two folders are given, {alone} and {token}; name one")
+                    raise ConfigError(f"two folders were given, {alone} and {token}; name one")
                 alone = _run_folder(token)
                 continue
             if not equals or not flag:
@@ -173,7 +175,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
     if folder is not None and alone is not None:  # overrides files, like a flag
         before, origin = settings.get(folder, (None, ""))
         if origin.startswith(("flag", "override")):
-            raise ConfigError(f"two folders are given, {before} and {alone}; name one")
+            raise ConfigError(f"two folders were given, {before} and {alone}; name one")
         settings[folder] = (convert(known[folder], alone, folder), f"argument {alone}")
     return settings, print_config
 
@@ -208,7 +210,9 @@ def _one_length(settings: Settings) -> None:
         return
     typed = [origin.startswith(_TYPED) for _, origin in (epochs, steps)]
     if all(typed):
-        raise ConfigError(f"--epochs {epochs[0]:g} and --total-steps {steps[0]} both set the length of the run; leave one out")
+        raise ConfigError(
+            f"--epochs {epochs[0]:g} and --total-steps {steps[0]} both set the length of the run; leave out one of them"
+        )
     if typed[1]:
         settings["train.epochs"] = (None, steps[1])
 
@@ -256,6 +260,7 @@ def parse(
     found: Found = _nothing,
     folder: str | None = None,
     recorded: Recorded = lambda *_: {},
+    examples: Sequence[str] | None = None,
 ) -> Parsed:
     """Parse a command line; ConfigError for any mistake; -h or --help prints the help and exits with 0.
 
@@ -263,6 +268,7 @@ def parse(
     found: called with the user's settings and all values; returns inferred settings, which the user's override.
     folder: path of the key that a folder without a flag sets.
     recorded: called with that folder and the user's settings; returns the settings recorded in its run.
+    examples: arguments to show in --help instead of those of `train`.
     """
     parser = OneLineParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     if own is not None:
@@ -273,7 +279,9 @@ def parse(
         if section and not section[0].startswith("-"):
             print(section_help(section[0], kind), end="")
         else:
-            print(usage(prog, folder=folder is not None, kind=kind) + (f"\n{parser.format_help()}" if own else ""), end="")
+            shown_examples = {} if examples is None else {"examples": examples}
+            text = usage(prog, folder=folder is not None, kind=kind, **shown_examples)
+            print(text + (f"\n{parser.format_help()}" if own else ""), end="")
         raise SystemExit(0)
     namespace, rest = parser.parse_known_args(parser.dashed(argv)) if own else (argparse.Namespace(), list(argv))
     _kind(rest)

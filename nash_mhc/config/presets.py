@@ -84,7 +84,7 @@ def run(name: str = "tiny", kind: str = ModelConfig.architecture) -> RunConfig:
     """Return the configuration that `--model-size NAME` starts from."""
     known = _of_kind(kind)
     if name not in known:
-        raise ConfigError(f"unknown model size {name!r} of {kind}; there are {', '.join(known)}")
+        raise ConfigError(f"unknown size {name!r} of --model-kind {kind}; choose from {', '.join(known)}")
     return known[name]
 
 

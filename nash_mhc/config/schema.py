@@ -58,8 +58,8 @@ KIT_SECTIONS: Registry[type[Section]] = Registry("sections", {})
 def architecture_config(name: str) -> type[ArchitectureConfig]:
     if name not in ARCHITECTURES:
         raise ConfigError(
-            f"model_kind {name}: unknown; there are {', '.join(ARCHITECTURES)} (load its kit with --kit, or import the "
-            "module that registers it)"
+            f"model_kind {name}: unknown; choose from {', '.join(ARCHITECTURES)}, or load the kit (--kit) or the module that "
+            "registers it"
         )
     return ARCHITECTURES[name]
 
@@ -77,8 +77,8 @@ def section_classes(model_kind: str = ModelConfig.architecture) -> dict[str, typ
 class RunConfig:
     """A whole run. `model_size` names the preset that the other keys started from."""
 
-    model_size: str = key("tiny", "preset to start from")
-    kit: str | None = key(None, "kit folders outside of the package to load, separated by commas")
+    model_size: str = key("tiny", "preset of model size and training settings")
+    kit: str | None = key(None, "plugin folders (kits) to load, comma-separated")
     model: ArchitectureConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -101,9 +101,11 @@ class RunConfig:
                 f"lower --warmup-steps or raise --total-steps"
             )
         if self.lora.rank and self.optim.train_only is not None:
-            raise ConfigError("--lora-rank trains adapters alone; leave out --train-only, or choose their --lora-targets")
+            raise ConfigError(
+                "--lora-rank trains only the adapters; leave out --train-only (--lora-targets chooses the adapted matrices)"
+            )
         if self.train.matmul_dtype == "float8" and not isinstance(self.model, ModelConfig):
-            raise ConfigError(f"--matmul-dtype float8: only models of kind {ModelConfig.architecture} have such products")
+            raise ConfigError(f"--matmul-dtype float8: only --model-kind {ModelConfig.architecture} supports it; leave it out")
         self.model.check_rows(self.data.seq_len)
         for section in (self.model, *self.of_kits):
             section.check_run(self)
@@ -175,15 +177,15 @@ def missing_section(name: str, known: Iterable[str]) -> ConfigError:
     """Return the error for a section that the core and the installed kits do not have."""
     return ConfigError(
         f"unknown section {name!r}: if it is of a kit, the kit is missing (restore nash_mhc/kits/{name}, or give its folder "
-        f"with --kit); there are {', '.join(known)}"
+        f"with --kit); choose from {', '.join(known)}"
     )
 
 
 def _section_of(name: str, kind: type[S], value: Any) -> S:
     if not isinstance(value, dict):
-        raise ConfigError(f"{name} must hold keys and values, not {value!r}")
+        raise ConfigError(f"{name} must contain keys and values, not {value!r}")
     given = {k: v for k, v in value.items() if f"{name}.{k}" not in REMOVED}  # old runs wrote them down
     known = {f.name for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(given) - known):
-        raise ConfigError(f"unknown key {name}.{unknown[0]}; there are {', '.join(sorted(known))}")
+        raise ConfigError(f"unknown key {name}.{unknown[0]}; choose from {', '.join(sorted(known))}")
     return kind(**given)

@@ -26,47 +26,49 @@ class DataConfig(Section):
     )
     dataset_name: str | None = key(None, "variant of a Hugging Face dataset")
     split: str = key("train", "split to train on")
-    eval_split: str = key("validation", "split to evaluate on, never trained on")
+    eval_split: str = key("validation", "split to evaluate on; never used for training")
     validation_fraction: float = key(
-        0.05, "share of the documents to hold out if the data has no evaluation split (0: none)", low=0, high=0.9
+        0.05, "fraction of the documents to hold out if the data has no evaluation split (0: none)", low=0, high=0.9
     )
     text_field: str = key("text", "JSON field or table column that holds the text")
-    extensions: str | None = key(None, "extensions of files to read from a folder, such as .md,.py (none: text and data files)")
+    extensions: str | None = key(
+        None, "file extensions to read from a folder, such as .md,.py (default: known text and data formats)"
+    )
     format: str = key(
         "auto",
-        "format of a record: text, prompt and response, chat, fields used by templates, or puzzle (CSV); auto "
-        "decides by the first record",
+        "format of a record: text, prompt (and response), chat, fields (for templates), or puzzle (CSV); auto: detected "
+        "from the first record",
         choices=("auto", "text", "prompt", "chat", "fields", "puzzle"),
     )
     template: str | None = key(
-        None, "template of a message, with {role} and {content}; `tokenizer`: the tokenizer's chat template"
+        None, "template of a message, with {role} and {content}; `tokenizer` uses the tokenizer's chat template"
     )
     loss_on: str = key("response", "tokens that count in the loss of prompt and chat data", choices=("response", "all"))
     prompt_template: str | None = key(
-        None, r"prompt of --format fields, such as 'Q: {question}[\nHint: {hint}]\n'; a part in [ ] is dropped if its "
-            r"field is missing",
+        None, r"template of the prompt for --format fields, such as 'Q: {question}[\nHint: {hint}]\n'; text in [ ] is "
+            r"omitted if its field is missing",
         further="tuning",
     )  # fmt: skip
     response_template: str | None = key(
-        None, "response of --format fields, in the same form; only this part counts in the loss", further="tuning"
+        None, "template of the response for --format fields; only the response counts in the loss", further="tuning"
     )
     test_fraction: float = key(
-        0.0, "share of the documents for a final test, never trained or evaluated on", low=0, high=0.9, further="tuning"
+        0.0, "fraction of the documents to hold out for a test at the end of the run", low=0, high=0.9, further="tuning"
     )
     test_split: str | None = key(
-        None, "existing split for the final test (none: `test`, if --test-fraction is set)", further="tuning"
+        None, "existing split for the test at the end (none: `test`, if --test-fraction is set)", further="tuning"
     )
     max_documents: int | None = key(None, "read at most this many documents (none: all)", low=1)
     tokenizer: str = key("bytes", "bytes (built in), a tokenizer.json, a folder with one, or a Hugging Face name", path=True)
     begin_with_end: bool = key(
         True,
-        "begin documents with the end token if the tokenizer adds no begin token; false for the tokenizer of a "
-        "Hugging Face model",
+        "start each document with the end-of-text token if the tokenizer adds no begin token; false for tokenizers of "
+        "Hugging Face models",
         further="tuning",
     )
-    streaming: bool = key(False, "pack sequences while training instead of preparing them first")
+    streaming: bool = key(False, "pack sequences during training instead of preparing the data first")
     cache_dir: str = key(".cache/data", "folder for prepared datasets", path=True)
-    batch_size: int = key(8, "sequences per forward pass over all devices; a step has batch-size x grad-accum", low=1)
+    batch_size: int = key(8, "sequences per forward pass over all devices; a step has batch-size x grad-accum sequences", low=1)
     seq_len: int = key(256, "tokens per sequence (T)", low=2)
     num_workers: int = key(0, "worker processes for the input pipeline (0: threads)", low=0, high=256)
     worker_buffer_size: int = key(4, "batches that each worker prepares ahead", low=1, high=4096)
@@ -85,7 +87,7 @@ class DataConfig(Section):
                     f"leave --template out, or use --template {TOKENIZER}"
                 )
         elif given := [flag for flag, template in templates.items() if template is not None]:
-            raise ConfigError(f"{given[0]} needs --format fields; add it, or leave the template out")
+            raise ConfigError(f"{given[0]} needs --format fields; add --format fields, or leave out {given[0]}")
         if self.validation_fraction + self.test_fraction >= 1:
             raise ConfigError(
                 f"--validation-fraction {self.validation_fraction:g} and --test-fraction {self.test_fraction:g} leave no "
@@ -106,25 +108,31 @@ class MeshConfig(Section):
     section, prefixed = "mesh", True
 
     # Mesh axes, outermost first. A new axis needs a line here and its name in RULES of parallel/sharding.py.
-    data: int = axis("devices along data: each group holds all parameters and a share of the batch (-1: the rest)")
-    fsdp: int = axis("devices along fsdp: batch and parameters are split (-1: the rest)")
-    tp: int = axis("devices along tp: heads, MLP and vocabulary are split (-1: the rest)")
-    num_devices: int | None = key(None, "number of devices to use (none: all)", low=1, flag="num-devices")
+    data: int = axis("number of data-parallel replicas, each with a part of the batch (-1: fill the remaining devices)")
+    fsdp: int = axis("devices to split the parameters and the batch over (-1: fill the remaining devices)")
+    tp: int = axis("devices to split heads, MLP and vocabulary over (-1: fill the remaining devices)")
+    num_devices: int | None = key(
+        None, "limit on the devices to use (none: 1 without --mesh flags, else all; a CPU emulates the mesh)", low=1,
+        flag="num-devices",
+    )  # fmt: skip
     platform: str = key(
-        "auto", "tpu, gpu, cpu, or several in order of preference (tpu,cpu); auto: tpu,gpu,cpu", flag="platform"
+        "auto", "tpu, gpu, cpu, or several in order of preference, such as tpu,cpu; auto: tpu,gpu,cpu", flag="platform"
     )
     profile_for: str | None = key(
         None,
-        "use the batch size and learning rate for this kind of device; your own flags override them",
+        "use the default batch size and learning rate for this device type; your own flags override them",
         choices=PLATFORMS,
         flag="profile-for",
         further="profile",
     )
     coordinator_address: str | None = key(
-        None, "HOST:PORT of process 0 (none: from the scheduler, else a single process)", flag="coordinator-address"
+        None, "HOST:PORT of process 0 (none: as set by the scheduler, if any)", flag="coordinator-address"
     )
     num_processes: int | None = key(
-        None, "processes of the run (1: a single process, ignores the scheduler)", low=1, flag="num-processes"
+        None,
+        "number of processes of the run (1: ignore the scheduler; none: as set by the scheduler, if any)",
+        low=1,
+        flag="num-processes",
     )
     process_id: int | None = key(None, "index of this process, from 0", low=0, flag="process-id")
     connect_timeout: float = key(60.0, "seconds to wait for the other processes at the start", above=0, flag="connect-timeout")
@@ -133,7 +141,7 @@ class MeshConfig(Section):
         super().__post_init__()
         for name, size in self.axes.items():
             if size == 0:
-                raise ConfigError(f"mesh.{name} must be a positive number of devices or -1 for the rest, not 0")
+                raise ConfigError(f"mesh.{name} must be a positive number of devices, or -1 for all remaining ones, not 0")
         if unknown := [name for name in self.platforms if name not in PLATFORMS]:
             raise ConfigError(
                 f"mesh.platform {self.platform!r}: must be auto, or some of {', '.join(PLATFORMS)} in order of preference, "
@@ -141,11 +149,13 @@ class MeshConfig(Section):
             )
         rest = [name for name, size in self.axes.items() if size == -1]
         if len(rest) > 1:
-            raise ConfigError(f"only one mesh axis may be -1 (the rest), not {' and '.join('mesh.' + n for n in rest)}")
+            raise ConfigError(
+                f"only one mesh axis may be -1 (all remaining devices), not {' and '.join('mesh.' + n for n in rest)}"
+            )
 
     @property
     def platforms(self) -> tuple[str, ...]:
-        """Return the device kinds in order of preference."""
+        """Return the device types in order of preference."""
         return PLATFORMS if self.platform == "auto" else tuple(name.strip() for name in self.platform.split(","))
 
     @property
@@ -166,26 +176,28 @@ class OptimConfig(Section):
     section = "optim"
 
     learning_rate: float = key(
-        1.2e-3, "peak learning rate of matrices at width 640; other parameters follow by role and width", above=0
+        1.2e-3,
+        "peak learning rate of weight matrices at the reference width 640; scaled for other widths and parameter types",
+        above=0,
     )
-    min_lr_ratio: float = key(0.05, "final learning rate as a share of the peak", low=0, high=1)
+    min_lr_ratio: float = key(0.05, "final learning rate as a fraction of the peak", low=0, high=1)
     warmup_steps: int = key(25, "steps of linear warm-up", low=0)
     optimizer: str = key(
-        "adamw", "adamw, adam_atan2, muon (Muon for matrices, AdamW for the rest), or a registered optimizer", seam="optimizers"
+        "adamw", "adamw, muon (Muon for matrices, AdamW for the rest), or a registered optimizer", seam="optimizers"
     )
     freeze: str | None = key(
-        None, "parameters not to train, comma-separated: names from parameters.txt or prefixes of them; * matches anything"
+        None, "parameters not to train: comma-separated names from parameters.txt, or prefixes of them; * matches anything"
     )
-    train_only: str | None = key(None, "parameters to train, in the same form; all others are frozen")
+    train_only: str | None = key(None, "parameters to train, written as for --freeze; all others are frozen")
     schedule: str = key("cosine", "learning rate schedule after the warm-up", choices=("cosine", "wsd", "constant"))
-    decay_fraction: float = key(0.2, "share of the steps in which wsd decays, at the end", low=0, high=1)
+    decay_fraction: float = key(0.2, "fraction of the steps, at the end of the run, in which wsd decays", low=0, high=1)
     weight_decay: float = key(0.1, "weight decay of AdamW, on matrices only", low=0)
     b1: float = key(0.9, "decay of AdamW's first moment", low=0, high=1)
     b2: float = key(0.95, "decay of AdamW's second moment", low=0, high=1)
     eps: float = key(1e-8, "epsilon of AdamW", above=0)
     max_grad_norm: float = key(1.0, "clip gradients to this global norm (0: no clipping)", low=0)
     z_loss: float = key(0.0, "weight of the squared log-partition term in the loss", low=0)
-    sparsity: float = key(0.0, "weight of the scales' entropy in the loss", low=0)
+    sparsity: float = key(0.0, "weight in the loss of the entropy of the attention scales' weights", low=0)
     ema_decay: float = key(0.0, "decay of the averaged weights (0: no averaging)", low=0, high=0.999999)
 
 
@@ -200,7 +212,8 @@ class TrainConfig(Section):
     )
     end_with: str = key(
         "auto",
-        "checkpoint a run ends with: last, or best by held-out loss (auto: best with --lora-rank, --epochs or --patience)",
+        "checkpoint to use as the final one: last, or best by held-out loss (auto: best with --lora-rank, --epochs or "
+        "--patience, else last)",
         choices=("auto", "last", "best"),
         further="tuning",
     )
@@ -213,7 +226,8 @@ class TrainConfig(Section):
     )
     remat_keep: str | None = key(
         None,
-        f"extra activations to save under remat, comma-separated: {', '.join(KEEPABLE)}",
+        f"more activations to save under --remat dots or full, comma-separated: {', '.join(KEEPABLE)} "
+        "(explained in docs/performance.md)",
         further="precision",
     )
     dtype: str = key("auto", "compute dtype; auto: float32 on CPU, bfloat16 elsewhere", choices=("auto", "float32", "bfloat16"))
@@ -226,7 +240,9 @@ class TrainConfig(Section):
     attention: str = key(
         "auto", "attention kernel; auto: the fastest on this platform", choices=("auto", "xla", "cudnn", "pallas", "splash")
     )
-    deterministic: bool = key(True, "give the same bits in every run; costs a GPU some memory, and speed for long sequences")
+    deterministic: bool = key(
+        True, "bitwise reproducible results; on a GPU, takes more memory and is slower for long sequences"
+    )
     unroll: str = key(
         "auto",
         "unroll the layers instead of scanning over them: slower to compile, faster on a GPU (auto: on one GPU)",
@@ -241,46 +257,56 @@ class TrainConfig(Section):
     )
     max_bad_steps: int = key(10, "stop after this many steps in a row without finite loss and gradients (0: never)", low=0)
     on_spike: str = key(
-        "report", "what to do about a sudden rise of loss or gradient norm", choices=("report", "skip", "ignore")
+        "report",
+        "if loss or gradient norm rises suddenly: report it, skip the update as well, or ignore it",
+        choices=("report", "skip", "ignore"),
     )
-    spike_score: float = key(20.0, "robust standard deviations above the median of recent steps that count as a spike", above=0)
+    spike_score: float = key(
+        20.0, "number of robust standard deviations above the median of recent steps that counts as a spike", above=0
+    )
     stall_timeout: float = key(
-        600.0, "seconds without progress after which the run names the process that hangs and exits (0: never)", low=0
+        600.0, "seconds without progress after which the run reports the stuck process and exits (0: never)", low=0
     )
-    keep_last: int = key(3, "newest checkpoints to retain; the best by held-out loss is retained too", low=1)
+    keep_last: int = key(3, "number of latest checkpoints to retain, besides the best one by held-out loss", low=1)
     keep_every: int = key(0, "also retain checkpoints at multiples of this many steps (0: none)", low=0)
     resume: str = key(
         "auto",
-        "resume from the latest complete checkpoint: if there is one (auto), never, or fail without one (must)",
+        "auto: resume from the latest complete checkpoint, if any; must: fail if there is none; never: fail if there is one",
         choices=("auto", "never", "must"),
     )
     resume_from: str | None = key(
         None,
-        "run directory to continue in another one, with weights, optimizer, schedule and step count",
+        "directory of a run to continue in --checkpoint-dir, with its weights, optimizer state, schedule and step count",
         path=True,
         remote=True,
     )
     init_from: str | None = key(
         None,
-        "run directory or Hugging Face folder with the initial weights; without --dataset, also a run's data",
+        "run directory or Hugging Face folder with the initial weights; without --dataset, that run's data is used as well",
         path=True,
         remote=True,
     )
-    init_step: int | None = key(None, "checkpoint of --init-from to use (none: the last)", low=0)
+    init_step: int | None = key(None, "checkpoint of --init-from to use (none: the run's final one)", low=0)
     wait_for_lock: float = key(0.0, "seconds to wait if another run uses --checkpoint-dir (0: exit at once)", low=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.resume == "never" and self.resume_from is not None:
-            raise ConfigError("--resume never starts from fresh weights; leave out --resume-from, or --resume")
+            raise ConfigError("--resume never cannot be combined with --resume-from; leave out one of them")
         if self.resume_from is not None and self.init_from is not None:
-            raise ConfigError("--resume-from resumes a run, --init-from starts a new one from its weights; give one of them")
+            raise ConfigError(
+                "--resume-from continues a run, --init-from starts a new one from its weights; give only one of them"
+            )
         if unknown := [name for name in self._kept_names if name not in KEEPABLE]:
             raise ConfigError(f"train.remat_keep: unknown activation {unknown[0]!r}; choose from {', '.join(KEEPABLE)}")
         if self.remat_keep is not None and self.remat == "none":
-            raise ConfigError("train.remat_keep: --remat none saves everything; leave it out, or set --remat dots or full")
+            raise ConfigError(
+                "train.remat_keep: --remat none saves all activations; leave out --remat-keep, or set --remat dots or full"
+            )
         if self.init_step is not None and self.init_from is None:
-            raise ConfigError("--init-step needs --init-from, whose checkpoint it names; give both, or leave it out")
+            raise ConfigError(
+                "--init-step selects a checkpoint of --init-from, which is missing; add --init-from, or leave out --init-step"
+            )
 
     @property
     def _kept_names(self) -> list[str]:
@@ -298,11 +324,11 @@ class ObjectiveConfig(Section):
 
     name: str = key(
         "next_token",
-        "objective to minimize: next_token, smoothed, or a registered one",
+        "objective to minimize: next_token, smoothed (label smoothing), or a registered one",
         flag="objective",
         seam="objectives",
     )
-    label_smoothing: float = key(0.1, "label smoothing of `smoothed`", above=0, high=0.99)
+    label_smoothing: float = key(0.1, "label smoothing of --objective smoothed", above=0, high=0.99)
 
 
 @dataclass(frozen=True)
@@ -315,13 +341,13 @@ class LoraConfig(Section):
     targets: str = key(
         "all", "LoRA targets: all, attention, mlp, or comma-separated names such as q_proj,v_proj or those of parameters.txt"
     )
-    rslora: bool = key(False, "scale by alpha / sqrt(rank) instead, for large ranks")
-    base_dtype: str = key("float32", "dtype of the frozen weights", choices=("float32", "bfloat16"))
+    rslora: bool = key(False, "scale adapters by alpha / sqrt(rank), for large ranks")
+    base_dtype: str = key("float32", "dtype of the frozen base weights", choices=("float32", "bfloat16"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not all(word.strip() for word in self.targets.split(",")):
-            raise ConfigError(f"--lora-targets {self.targets}: has an empty name; write names with single commas between them")
+            raise ConfigError(f"--lora-targets {self.targets}: contains an empty name; separate names with single commas")
 
 
 @dataclass(frozen=True)
@@ -330,11 +356,11 @@ class PrecisionConfig(Section):
 
     weights_dtype: str = key(
         "float32",
-        "dtype of matrices and tables between steps; bfloat16 halves memory, with stochastic rounding",
+        "dtype in which matrices and embeddings are stored; bfloat16 halves their memory, with stochastic rounding",
         choices=("float32", "bfloat16"),
     )
     moments_dtype: str = key(
-        "float32", "dtype of the optimizer's moments of matrices and tables", choices=("float32", "bfloat16")
+        "float32", "dtype of the optimizer moments of matrices and embeddings", choices=("float32", "bfloat16")
     )
 
 
@@ -342,13 +368,15 @@ class PrecisionConfig(Section):
 class TelemetryConfig(Section):
     section = "telemetry"
 
-    wandb: str | None = key(None, "Weights & Biases project to log to (none: no logging)")
-    wandb_mode: str = key("online", "offline: store in the run directory, for wandb sync", choices=("online", "offline"))
+    wandb: str | None = key(None, "Weights & Biases project to log to (none: do not log)")
+    wandb_mode: str = key(
+        "online", "offline: write to the run directory, for a later `wandb sync`", choices=("online", "offline")
+    )
     log_format: str = key("text", "json: one JSON object per line on stdout", choices=("text", "json"))
     log_level: str = key("info", HELP, choices=LEVELS)
-    profile: str | None = key(None, "steps to profile, such as 50:55: writes a trace and prints the ten most costly parts")
-    sample_tokens: int = key(160, "tokens of the sample written at every evaluation (0: none)", low=0)
-    sample_prompt: str | None = key(None, "prompt of the samples (none: start of a document)")
+    profile: str | None = key(None, "steps to profile, such as 50:55; writes a trace and prints the ten most expensive parts")
+    sample_tokens: int = key(160, "tokens to generate as a sample at every evaluation (0: no sample)", low=0)
+    sample_prompt: str | None = key(None, "prompt of the samples (none: begin a new document)")
 
     def __post_init__(self) -> None:
         super().__post_init__()

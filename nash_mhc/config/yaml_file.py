@@ -71,7 +71,7 @@ def read_yaml(file: str, settings: Settings, kind: str) -> None:
             return  # an empty file, or a section with all keys commented out
         if not isinstance(node, yaml.MappingNode):
             start = f"{file}:{node.start_mark.line + 1}"
-            raise ConfigError(f"{start}: {section or 'the file'} must hold lines of the form 'key: value'")
+            raise ConfigError(f"{start}: {section or 'the file'} must contain lines of the form 'key: value'")
         for name_node, child in node.value:
             name = name_node.value if isinstance(name_node, yaml.ScalarNode) else "[...]"
             path = f"{section}.{name}" if section else name
@@ -109,4 +109,4 @@ def _misplaced(name: str, section: str, kind: str) -> str:
     hint = did_you_mean(name, here) or next(
         (f"; did you mean {p}?" for p in known if did_you_mean(name, [p.split(".")[-1]])), ""
     )
-    return f"unknown key {section + '.' if section else ''}{name}{hint or '; there are ' + ', '.join(here)}"
+    return f"unknown key {section + '.' if section else ''}{name}{hint or '; choose from ' + ', '.join(here)}"

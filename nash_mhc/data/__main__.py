@@ -18,12 +18,17 @@ from nash_mhc.config.parsing import Settings, as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
 
 ABOUT = {
-    "prepare": "read, tokenize and pack a dataset once, into a folder for train --dataset",
-    "inspect": "show statistics of a prepared folder, or the documents of a sequence or of a step of a run",
+    "prepare": "read, tokenize and pack a dataset into a folder for train --dataset",
+    "inspect": "show statistics of a prepared folder, or the documents of a sequence or a training step",
     "train-bpe": "train a BPE tokenizer on a dataset",
-    "questions": "write questions and answers about stories, an example for fine-tuning",
+    "questions": "write questions and answers about synthetic stories, as example data for fine-tuning",
 }
 USAGE = f"python -m nash_mhc.data {' | '.join(ABOUT)} ..."
+_PREPARE_EXAMPLES = (
+    "--dataset notes/ --out data/notes",
+    "--dataset qa.jsonl --test-fraction 0.1 --model-size small --seq-len 1024 --out data/qa",
+)
+_BPE_EXAMPLES = ("--dataset notes/ --vocab-size 8192 --out tokenizers/notes",)
 
 
 def _prepare_flags(group: argparse._ArgumentGroup) -> None:
@@ -39,7 +44,7 @@ def _train_command(given: Mapping[str, Any], **data: Any) -> str:
 
 def _required_out(own: argparse.Namespace, example: str) -> Path:
     if not own.out:
-        raise ConfigError(f"--out is missing; give the output path, such as --out {example}")
+        raise ConfigError(f"--out is missing; add an output path, such as --out {example}")
     return Path(own.out).expanduser()
 
 
@@ -52,7 +57,9 @@ def _tokenizer_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> 
 
 
 def prepare_command(argv: Sequence[str]) -> int:
-    parsed = parse(argv, prog="python -m nash_mhc.data prepare", own=_prepare_flags, found=_tokenizer_settings)
+    parsed = parse(
+        argv, prog="python -m nash_mhc.data prepare", own=_prepare_flags, found=_tokenizer_settings, examples=_PREPARE_EXAMPLES
+    )
     if shown(parsed):
         return 0
     logs.configure(parsed.config.telemetry.log_level)
@@ -82,20 +89,25 @@ def prepare_command(argv: Sequence[str]) -> int:
 def inspect_command(argv: Sequence[str]) -> int:
     parser = OneLineParser(
         prog="python -m nash_mhc.data inspect", allow_abbrev=False,
-        description="Show what a prepared folder holds, or what a run read in a step (counted as in metrics.jsonl).",
+        description="Show the content of a prepared folder, or the documents that a run read in a training step.",
     )  # fmt: skip
     parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="prepared folder or run directory")
-    parser.add_argument("--step", type=int, metavar="K", help="show the documents of step K, counted from 1")
+    parser.add_argument(
+        "--step", type=int, metavar="K", help="show the documents of training step K, counted from 1 as in metrics.jsonl"
+    )
     parser.add_argument("--row", type=int, metavar="R", help="show one sequence of the split or step")
     parser.add_argument("--split", help="split of a prepared folder [train]")
     for flag, default, text in (("batch-size", 8, "batch size"), ("grad-accum", 1, "microbatches"), ("seed", 0, "seed")):
         about = f"{text} of the run, for --step on a prepared folder [{default}]"
         parser.add_argument(f"--{flag}", type=int, default=None, metavar="N", help=about)
-    about = "show text in the loss in green instead of the rest in [[ ]]; auto: on a terminal without NO_COLOR [auto]"
+    about = (
+        "always: color text that counts in the loss green; never: mark other text with [[ ]]; auto: color if stdout is a "
+        "terminal and NO_COLOR is unset [auto]"
+    )
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help=about)
     args = parser.parse_strictly(argv, "name one folder")
     if not args.folder:
-        raise ConfigError("the folder is missing; give a prepared folder or a run directory, such as runs/tiny-20260101-120000")
+        raise ConfigError("no folder given; add a prepared folder or a run directory, such as runs/tiny-20260101-120000")
     from nash_mhc.data.inspection import of_prepared, of_run
 
     if args.step is not None and args.step < 1:
@@ -106,7 +118,7 @@ def inspect_command(argv: Sequence[str]) -> int:
     run = RunFolder(args.folder)
     if (run.path / RUN).exists():
         if given or args.split:
-            raise ConfigError(f"{run}: is a run, which has its own split, batch size and seed; give --step and --row only")
+            raise ConfigError(f"{run}: is a run, whose split, batch size and seed are recorded; give only --step and --row")
         text = of_run(run, args.step, args.row, color=color)
     else:
         folder = Path(args.folder).expanduser()
@@ -121,7 +133,7 @@ def _bpe_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def train_bpe_command(argv: Sequence[str]) -> int:
-    parsed = parse(argv, prog="python -m nash_mhc.data train-bpe", own=_bpe_flags)
+    parsed = parse(argv, prog="python -m nash_mhc.data train-bpe", own=_bpe_flags, examples=_BPE_EXAMPLES)
     if shown(parsed):
         return 0
     logs.configure(parsed.config.telemetry.log_level)
@@ -141,7 +153,8 @@ def train_bpe_command(argv: Sequence[str]) -> int:
 def questions_command(argv: Sequence[str]) -> int:
     parser = OneLineParser(
         prog="python -m nash_mhc.data questions", allow_abbrev=False,
-        description="Write questions about stories: question, answer, topic, difficulty, reasoning, case_citation.",
+        description="Write questions about synthetic stories as JSON lines. Fields: question, answer, topic, difficulty, "
+        "reasoning and case_citation (sometimes empty).",
     )  # fmt: skip
     parser.add_argument("--out", type=local_path, metavar="FILE", help="output JSONL file (required)")
     parser.add_argument("--count", type=int, metavar="N", default=4000, help="number of questions [4000]")

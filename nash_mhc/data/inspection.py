@@ -113,7 +113,7 @@ def of_run(run: RunFolder, step: int | None, row: int | None, *, color: bool = F
     last = max(int(run.last_row().get("step", 0)), *run.steps(), 0)
     last = min(last + cfg.train.log_interval - 1, cfg.train.total_steps)
     if step > last:
-        raise ConfigError(f"--step {step}: this run has reached at most step {last}, by its metrics and checkpoints")
+        raise ConfigError(f"--step {step}: beyond the last step of this run ({last}, by its metrics and checkpoints)")
     return _show_step(source, tokenizer, step, row, rows, seed, color=color)
 
 
@@ -130,7 +130,7 @@ def of_prepared(
 ) -> str:
     """Show statistics of a prepared folder, one of its rows, or a step of a run that reads only this folder."""
     if not (folder / FILE).exists():
-        raise ConfigError(f"{folder}: neither prepared data nor a run; give a folder that prepare or train wrote")
+        raise ConfigError(f"{folder}: neither prepared data nor a run; give a folder written by `data prepare` or `train`")
     source = PreparedRows(folder, split)
     tokenizer = load_tokenizer(str(folder / "tokenizer") if (folder / "tokenizer").exists() else "bytes")
     if step is not None:

@@ -25,10 +25,12 @@ Recipe = dict[str, Any]  # all settings and data digests that the rows depend on
 
 
 def template_settings(cfg: DataConfig, form: str, tokenizer: Tokenizer | None) -> Recipe:
-    """Return the settings that turn a record into text. Without a tokenizer, `--template tokenizer` is refused."""
+    """Return the settings that turn a record into text. Without a tokenizer, `--template tokenizer` is an error."""
     if cfg.template == TOKENIZER and form != "text":
         if tokenizer is None:
-            raise ConfigError(f"--template {TOKENIZER}: has no tokenizer to take it from; give a --template with {{content}}")
+            raise ConfigError(
+                f"--template {TOKENIZER}: no tokenizer is given, so no chat template; give a --template with {{content}}"
+            )
         written: Recipe = {"template": TOKENIZER, "chat_form": tokenizer.chat_form()}
     else:
         written = {"template": check_template(TEMPLATE if cfg.template in (None, TOKENIZER) else cfg.template)}
@@ -62,8 +64,8 @@ def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Corpus, align: in
             raise ConfigError(f"--test-split {test}: is already the {flag}; choose another name")
     is_own = test in corpus.splits
     if not is_own and not cfg.test_fraction:
-        present = f", there are {', '.join(corpus.splits)}" if corpus.splits else ""
-        raise ConfigError(f"--test-split {test}: the data has no such split{present}; choose one, or use --test-fraction")
+        present = f" (splits: {', '.join(corpus.splits)})" if corpus.splits else ""
+        raise ConfigError(f"--test-split {test}: the data has no such split{present}; choose another, or use --test-fraction")
     return recipe | {"test_split": test, "test_fraction": 0.0 if is_own else cfg.test_fraction}
 
 
@@ -107,7 +109,7 @@ def _tokenize(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
 
 
 def _units(span: Span, tokenizer: Tokenizer) -> list[str | int]:
-    """Split a span into text and the ids of special tokens that the template spells."""
+    """Split a span into text and the ids of the special tokens that occur in the template."""
     units: list[str | int] = []
     for part in span.parts:
         for unit in tokenizer.split_special(part.text) if part.is_template else [part.text]:

@@ -44,7 +44,7 @@ class Mixture(RowSource):
             raise ConfigError(f"--dataset {names[0]}:{weights[0]} ...: each weight must be at least 1/{BLOCK} of their sum")
         if len(set(names)) < len(names):
             repeated = max(names, key=list(names).count)
-            raise ConfigError(f"--dataset: {repeated} is given twice; give it once with the total weight")
+            raise ConfigError(f"--dataset: {repeated} was given twice; give it once with the total weight")
         self._shares = exact_shares(weights)
         self.identity = digest_of([[source.identity for source in sources], [str(share) for share in self._shares]])
         self.held_out = "; ".join(f"{source.name}: {source.held_out}" for source in sources if source.held_out)
@@ -99,7 +99,7 @@ class DataSource(NamedTuple):
 
     takes: Callable[[str, str], bool]  # of (--dataset, --format)
     open: Opener
-    # Settings that follow from the dataset, given all values by path; ConfigError if a value does not fit.
+    # Infers settings from the dataset, given all values by path; raises ConfigError if a value does not fit.
     infers: Callable[[Mapping[str, Any]], Settings] = lambda values: {}
     has_test: bool = True  # can part of it be held out as a final test?
 
@@ -107,7 +107,7 @@ class DataSource(NamedTuple):
 def _open_stories(request: Opening) -> RowSource:
     cfg = request.cfg
     if request.split not in SPLITS:
-        raise ConfigError(f"split {request.split!r}: dataset 'stories' has {' and '.join(SPLITS)}")
+        raise ConfigError(f"split {request.split!r}: dataset 'stories' has only {' and '.join(SPLITS)}")
     if cfg.dataset_name is not None:
         raise ConfigError(f"--dataset-name {cfg.dataset_name}: dataset 'stories' has no variants; leave it out")
     return StoryRows(request.tokenizer, seed=request.seed, split=request.split, seq_len=cfg.seq_len, align=request.align)
@@ -196,16 +196,18 @@ def check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: int
         raise ConfigError(f"{name}: was not prepared with --tokenizer {cfg.tokenizer}; {remedy}")
     if (no_begin := "begin" in recipe["tokenizer"]) != (tokenizer.begin is None):
         flag, how = ("--no-begin-with-end", "without a") if no_begin else ("--begin-with-end", "with the end token as")
-        raise ConfigError(f"{name}: its documents were prepared {how} begin token, unlike this run's; add {flag}")
+        raise ConfigError(f"{name}: the documents were prepared {how} begin token, unlike this run's; add {flag}")
     if recipe["seq_len"] != cfg.seq_len:
         T = recipe["seq_len"]
-        raise ConfigError(f"{name}: its sequences have {T} tokens, the run's {cfg.seq_len}; use --seq-len {T}")
+        raise ConfigError(f"{name}: prepared with sequence length {T}, but this run uses {cfg.seq_len}; use --seq-len {T}")
     if recipe["align"] % align:
         needed = f"its documents start at multiples of {recipe['align']}, this model needs {align}"
-        raise ConfigError(f"{name}: {needed}; prepare it again with the run's --model-size, --model-ratio and --model-scales")
+        raise ConfigError(
+            f"{name}: {needed}; prepare the data again with the run's --model-size, --model-ratio and --model-scales"
+        )
     if cfg.test_part not in (None, recipe.get("test_split")):
-        remedy = "prepare it again with --test-fraction or --test-split, or leave them out"
-        raise ConfigError(f"{name}: was prepared without a test part {cfg.test_part!r}; {remedy}")
+        remedy = "prepare the data again with --test-fraction or --test-split, or leave them out"
+        raise ConfigError(f"{name}: was prepared without the test split {cfg.test_part!r}; {remedy}")
 
 
 def open_source(
@@ -250,7 +252,7 @@ def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, opener: 
         split = Manifest.read(folder).recipe.get("test_split", split)
     source = source_of(cfg.dataset, cfg.format)
     if split is not None and source is not None and not source.has_test:
-        raise ConfigError(f"--dataset {cfg.dataset}: has no test part; leave out --test-fraction and --test-split")
+        raise ConfigError(f"--dataset {cfg.dataset}: has no test split; leave out --test-fraction and --test-split")
     return None if split is None else open_source(cfg, tokenizer, split=split, seed=0, align=align, opener=opener)
 
 

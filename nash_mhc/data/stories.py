@@ -269,7 +269,7 @@ def story_grammar() -> Chain:
 def story(seed: int, split: str, index: int) -> Story:
     """Return a story of an endless split."""
     if split not in SPLITS:
-        raise ConfigError(f"split {split!r}: dataset 'stories' has {' and '.join(SPLITS)}")
+        raise ConfigError(f"split {split!r}: dataset 'stories' has only {' and '.join(SPLITS)}")
     # String seeds are hashed, so neighbouring seeds are unrelated; Python guarantees random() across versions.
     return Story(*sample(story_grammar(), random.Random(f"nash-mhc story {seed} {split} {index}").random))
 
@@ -332,7 +332,7 @@ class Stories(Corpus):
 
     def __init__(self, cfg: DataConfig) -> None:
         if cfg.max_documents is None:
-            raise ConfigError("--dataset stories: is endless; say how many to prepare with --max-documents")
+            raise ConfigError("--dataset stories: is endless; set the number of stories to prepare with --max-documents")
         self.total = int(cfg.max_documents * story_grammar().mean_bytes)
         self.content = digest_of(["stories", story(0, SPLITS[0], 0).text])
 

@@ -69,7 +69,7 @@ class ParquetLanes(Corpus):
         shapes, self.total, self._documents = [], 0, 0
         for number, path in enumerate(self._paths):
             if kind_of(path) != "parquet":
-                raise ConfigError(f"{path}: --streaming reads Parquet and Hugging Face data only; leave it out")
+                raise ConfigError(f"{path}: --streaming reads only Parquet and Hugging Face data; leave it out")
             with open_parquet(path) as table:
                 self._columns.among(table.schema_arrow.names, f"{path}:1")
                 counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]
@@ -157,7 +157,7 @@ class StreamRows(RowSource):
         own, parts = split in lanes.splits, [cfg.split, cfg.eval_split, *filter(None, [recipe.get("test_split")])]
         self._lanes, self._seed, self._tokenizer = lanes, seed, tokenizer
         if not own and split not in parts:
-            raise ConfigError(f"split {split!r}: there are {', '.join(lanes.splits) or ' and '.join(parts)}")
+            raise ConfigError(f"split {split!r}: not found; choose from {', '.join(lanes.splits) or ', '.join(parts)}")
         self._part = TRAINED_ON if own else parts.index(split)
         self._split = split if own else cfg.split
         # Held-out documents are few: with 16 lanes, some lanes might have none.
@@ -215,7 +215,9 @@ class StreamRows(RowSource):
         if volume == len(lane.ends) - 1:
             lane.add(len(rows), after)
             if epoch > 0 and lane.ends[-1] == 0:
-                raise ConfigError(f"{self.name}: lane {number} of the stream has no text to train on; leave out --streaming")
+                raise ConfigError(
+                    f"{self.name}: reader {number} of the stream found no text to train on; leave out --streaming"
+                )
         if rows:
             order = permuted(np.arange(len(rows)), len(rows), combine(self._seed, number, volume))
             lane.volumes[volume] = stored, order

@@ -48,7 +48,7 @@ class Tokenizer:
         raise NotImplementedError
 
     def encode(self, text: str) -> np.ndarray:
-        """Tokenize text. Special tokens that the text spells are treated as text."""
+        """Tokenize text. Special-token strings in the text are treated as ordinary text."""
         raise NotImplementedError
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -118,7 +118,7 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = 1 + max(self._backend.get_vocab().values())  # ids may have gaps
         end = inner.eos_token_id if inner.eos_token_id is not None else inner.bos_token_id
         if end is None:
-            raise ConfigError(f"--tokenizer {name}: has neither an eos nor a bos token to separate documents; add one")
+            raise ConfigError(f"--tokenizer {name}: has neither an eos nor a bos token to separate documents; add one to it")
         self.end = end
         added = self._backend.encode("", add_special_tokens=True).ids  # Llama's tokenizers add a bos, Qwen's nothing
         self.begin = next(iter(added), end if begin_with_end else None)
@@ -238,7 +238,7 @@ def load_tokenizer(name: str, *, begin_with_end: bool = True) -> Tokenizer:
             f"{download_command(name)}"
         )
     if path.is_dir() and not any((path / file).is_file() for file in FILES):
-        raise ConfigError(f"--tokenizer {name}: this folder has no tokenizer (such as tokenizer.json); name one that does")
+        raise ConfigError(f"--tokenizer {name}: this folder has no tokenizer (such as tokenizer.json); name another folder")
     files = [] if hub_name is not None else [path] if path.is_file() else sorted(path.iterdir())
     return _load_cached(name, hub_name, begin_with_end, tuple((str(file), file.stat().st_mtime_ns) for file in files))
 
@@ -273,7 +273,7 @@ def _load_inner(path: Path, hub_name: str | None, name: str) -> Any:
             raise ConfigError(f"--tokenizer {name}: transformers cannot read this tokenizer ({first_line(error)})") from error
         raise ConfigError(
             f"--tokenizer {name}: cannot be loaded from Hugging Face ({first_line(error)}); without network access, run "
-            f"AutoTokenizer.from_pretrained('{hub_name}').save_pretrained(FOLDER) on a machine that has it and use "
+            f"AutoTokenizer.from_pretrained('{hub_name}').save_pretrained(FOLDER) on another machine and use "
             "--tokenizer FOLDER here"
         ) from error
 

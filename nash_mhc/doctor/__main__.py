@@ -28,13 +28,13 @@ _REPORT = "please report this; the other checks do not depend on it"
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = OneLineParser(
         prog="python -m nash_mhc.doctor", allow_abbrev=False,
-        description="Check this machine and try the steps of a run. Exit code 1 if something would stop a run.",
+        description="Check this machine and try every stage of a run. Exit code 1 if a run would fail.",
     )  # fmt: skip
-    text = "run directory, local or gs://; it need not exist (default: the current directory)"
+    text = "run directory to check, local or gs://; it may not exist yet (default: the current directory)"
     parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help=text)
     parser.add_argument("--quick", action="store_true", help="skip the smoke test, which takes most of the time")
     parser.add_argument("--json", type=local_path, metavar="FILE", help="also write the results to this file")
-    text = "seconds that a check may be silent; 5x as long for the smoke test (default: 120)"
+    text = "seconds without output before a check is considered hung, 5x for the smoke test (default: 120)"
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help=text)
     args = parser.parse_strictly(argv, "give one directory")
     if not 0 < args.timeout < 1e6:

@@ -147,7 +147,9 @@ def estimate(cfg: RunConfig, mesh: Mapping[str, int]) -> Memory:
             raise ConfigError(f"the teacher: {error}") from None
     activations = architecture_of(cfg.model).activations
     if activations is None:
-        raise ConfigError(f"model {cfg.model.architecture} has no memory estimate; give its Architecture `activations`")
+        raise ConfigError(
+            f"--model-kind {cfg.model.architecture} has no memory estimate; define `activations` in its Architecture"
+        )
     leaves = _leaves(WeightsKey.of(cfg))
     local = lambda part: sum((leaf.on(mesh) for leaf in leaves if leaf.part == part), 0.0)
     parameters, gradients, optimizer = local("parameters"), local("trained"), local("optimizer")

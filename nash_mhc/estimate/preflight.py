@@ -32,7 +32,7 @@ from nash_mhc.runtime.hardware import device_memory
 
 log = logging.getLogger(__name__)
 _GIB = 2**30
-# In tests, the compiler needs as little as this share of the estimate: a run is refused only if even that is too much.
+# In tests, the compiler needs as little as this fraction of the estimate: reject a run only if even that is too much.
 _TRUSTED = 0.85
 _SHOWN = 3  # remedies, and parts of the memory, in a message
 # The settings that each part of the memory depends on.
@@ -181,7 +181,7 @@ def fastest_here(cfg: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     enough = dataclasses.replace(cfg, **sequence_per_chip(cfg.data, cfg.train, machine.chips, given))
     found = candidates(enough, machine, given)
     if not found:
-        raise ConfigError(f"--mesh-auto: no mesh of {mesh.size} devices divides this model and its batch; set --batch-size")
+        raise ConfigError(f"--mesh-auto: no mesh of {mesh.size} devices divides this model and its batch; change --batch-size")
     if found[0].fits == "no":
         least = min(each.memory.total for each in found)
         raise ConfigError(

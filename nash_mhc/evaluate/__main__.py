@@ -22,18 +22,26 @@ _HEAD = ("task", "metric", "value", "stderr")
 # flag -> (bounds, default, help)
 _OPTIONS: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "--batch-size": ({"low": 1}, 8, "sequences per forward pass over all devices; a multiple of mesh-data x mesh-fsdp"),
-    "--limit": ({"low": 1}, None, "only the first INT documents of a task, or sequences of stories, held_out and bytes:FILE"),
-    "--num-fewshot": ({"low": 0}, None, "examples before each question (default: the task's number)"),
+    "--limit": (
+        {"low": 1},
+        None,
+        "use only the first documents of each task (for stories, held_out and bytes:FILE: the first sequences)",
+    ),
+    "--num-fewshot": ({"low": 0}, None, "number of examples before each question (default: set by the task)"),
     "--step": ({"low": 0}, None, "checkpoint to use (default: the run's final one)"),
-    "--mesh-data": ({"low": -1}, 1, "devices along data, which splits the batch; -1: all remaining"),
-    "--mesh-fsdp": ({"low": -1}, 1, "devices along fsdp, which splits batch and parameters; -1: all remaining"),
-    "--mesh-tp": ({"low": -1}, 1, "devices along tp, which splits heads, MLP and vocabulary; -1: all remaining"),
-    "--num-devices": ({"low": 1}, None, "use only this many devices (default: all)"),
+    "--mesh-data": ({"low": -1}, 1, "number of data-parallel replicas; -1: fill the remaining devices"),
+    "--mesh-fsdp": ({"low": -1}, 1, "devices to split the parameters and the batch over; -1: fill the remaining devices"),
+    "--mesh-tp": ({"low": -1}, 1, "devices to split heads, MLP and vocabulary over; -1: fill the remaining devices"),
+    "--num-devices": (
+        {"low": 1},
+        None,
+        "limit on the devices to use (default: 1 without --mesh flags, else all; a CPU emulates the mesh)",
+    ),
 }
 _ABOUT = """Evaluate a model on tasks of lm-evaluation-harness and held-out text, on one device or a mesh. Generation tasks
 (generate_until) run on one device, which must hold all weights."""
-_TASKS = """comma-separated: a task of lm-evaluation-harness; a .yaml file or a folder of them; stories (built-in text, with its
-loss floor); bytes:FILE (bits per byte of a text file); held_out (the run's own held-out data and objective)"""
+_TASKS = """comma-separated tasks: names of lm-evaluation-harness; task files (.yaml) or folders of them; stories (built-in
+text with a known loss floor); bytes:FILE (bits per byte of a text file); held_out (the run's own data and objective)"""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -132,7 +132,7 @@ class Scorer:
     def score(self, requests: Sequence[Request], advance: Advance = lambda count: None) -> list[Score]:
         if too_long := [len(r.continuation) for r in requests if len(r.continuation) > self.longest]:
             raise ConfigError(
-                f"a text to score has {max(too_long):,} tokens, but the context is {self.longest:,}; leave out that task"
+                f"a text of a task has {max(too_long):,} tokens, but the context is {self.longest:,}; leave out that task"
             )
         tokens = [(request.context + request.continuation)[-(self.longest + 1) :] for request in requests]
         found: list[Score | None] = [None] * len(requests)
@@ -200,7 +200,7 @@ def held_out(loaded: Loaded, mesh: Mesh, *, batch_size: int, limit: int | None =
         raise ConfigError(f"--tasks {HELD_OUT}: the model is not a run, so its data is unknown; use stories or bytes:FILE")
     if named_objective(cfg.objective.name).feed is not None:
         raise ConfigError(
-            f"--tasks {HELD_OUT}: the run's objective {cfg.objective.name} needs batches that only training makes; use "
+            f"--tasks {HELD_OUT}: the run's objective {cfg.objective.name} needs batches that only training creates; use "
             "stories or bytes:FILE"
         )
     data = dataclasses.replace(cfg.data, batch_size=batch_size)
@@ -213,7 +213,7 @@ def _evaluate(
     run = loaded.config
     source = open_held_out(data, loaded.tokenizer, align=run.model.alignment)
     if source is None:
-        raise ConfigError(f"--tasks {name}: the run has no held-out part of {data.dataset} (--validation-fraction 0)")
+        raise ConfigError(f"--tasks {name}: the run held out no part of {data.dataset} (--validation-fraction 0)")
     count = limit or run.train.eval_batches * run.data.batch_size
     train = TrainConfig(dtype=loaded.dtype)
     sections = tuple(section for section in run.of_kits if section.of_objective == objective.name)

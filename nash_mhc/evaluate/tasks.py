@@ -56,7 +56,7 @@ class Results(NamedTuple):
 
 def check_installed() -> None:
     if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("tasks of lm-evaluation-harness need its package; pip install 'nash_mhc[eval]'")
+        raise ConfigError("tasks of lm-evaluation-harness need the lm-eval package; pip install 'nash_mhc[eval]'")
 
 
 def is_path(name: str) -> bool:
@@ -128,7 +128,7 @@ def _read_yaml(path: Path, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     except Exception as error:
         raise ConfigError(f"{path}: not a readable lm-eval task ({_in_one_line(error)})") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: not a readable lm-eval task (it holds no keys)")
+        raise ConfigError(f"{path}: not a readable lm-eval task (the file has no keys)")
     includes = values.pop("include", [])
     merged: dict[str, Any] = {}
     for name in includes if isinstance(includes, list) else [includes]:

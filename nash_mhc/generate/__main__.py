@@ -32,10 +32,10 @@ _OPTIONS = {
     "--temperature": (float, {"low": 0}, 0.8, "sampling temperature; 0 is greedy decoding"),
     "--top-k": (int, {"low": 0}, 0, "sample from the k most likely tokens; 0: all"),
     "--top-p": (float, {"above": 0, "high": 1}, 1.0, "sample from the fewest tokens with this total probability"),
-    "--repetition-penalty": (float, {"above": 0}, 1.0, "above 1: make tokens of the text so far less likely"),
+    "--repetition-penalty": (float, {"above": 0}, 1.0, "penalty for tokens that occur in the text so far; 1: none"),
     "--seed": (int, {"low": 0, "high": 2**32 - 1}, 0, "random seed"),
     "--step": (int | None, {"low": 0}, None, "checkpoint to use (default: the run's final one)"),
-    "--batch-size": (int, {"low": 1}, 8, "prompts of --prompts to process at once"),
+    "--batch-size": (int, {"low": 1}, 8, "number of prompts to process together, with --prompts"),
 }
 _SMALLEST_CACHE = 256  # tokens; larger caches are powers of 2, so that few programs are compiled
 
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "--prompts",
         type=local_path,
         metavar="FILE",
-        help="file of prompts: one per line, or .jsonl with prompt or messages; writes JSON lines",
+        help="file of prompts, one per line, or .jsonl with `prompt` or `messages`; the output is JSON lines",
     )
     parser.add_argument("--out", type=local_path, metavar="FILE", help="output file for --prompts (default: stdout)")
     for name, generator in GENERATORS.items():
@@ -83,9 +83,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if "" in args.stop:
         raise ConfigError("--stop is empty; give the text to stop before")
     if args.prompts and args.prompt:
-        raise ConfigError("--prompt and --prompts exclude each other; give one")
+        raise ConfigError("--prompt and --prompts exclude each other; leave out one of them")
     if (special := _kit_flag(args)) and (other := [f"--{n}" for n in ("prompt", "prompts", "chat") if getattr(args, n)]):
-        raise ConfigError(f"--{special} and {other[0]} exclude each other; give one")
+        raise ConfigError(f"--{special} and {other[0]} exclude each other; leave out one of them")
     if args.out and not args.prompts:
         raise ConfigError("--out needs --prompts; redirect a single text with > FILE")
     if args.system is not None and not args.chat:

@@ -52,7 +52,7 @@ def read_prompts(path: Path, *, chat: bool, system: str | None) -> list[Prompt]:
         else:
             found.append(chat_prompt(record["prompt"], system) if chat else Prompt(record["prompt"]))
     if not found:
-        raise ConfigError(f"--prompts {path}: holds no prompt; write one per line")
+        raise ConfigError(f"--prompts {path}: contains no prompt; write one per line")
     return found
 
 

@@ -18,9 +18,10 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.folders import check_is_new, check_model_folder
 
 ABOUT = {
-    "import": "Convert a Hugging Face folder or PEFT adapters to a run directory. train --init-from also reads them directly.",
-    "export": "Write a run as a folder that transformers loads, or its adapters as a folder that PEFT loads.",
-    "merge": "Merge a run's adapters into their base and write a folder that transformers loads.",
+    "import": "Convert a Hugging Face folder or PEFT adapters to a run directory. (`train --init-from` also reads them "
+    "directly.)",
+    "export": "Export a run to a folder for transformers, or its adapters to a folder for PEFT.",
+    "merge": "Merge the adapters of a run into their base model and export it to a folder for transformers.",
     "check": "Compare the logits of two models on the same text.",
 }
 _TEXT = "The old lighthouse keeper counted the ships as they came in, and wrote the number of each into a small green book. "
@@ -58,7 +59,9 @@ def _import(argv: Sequence[str]) -> int:
     if (folder / "adapter_config.json").is_file():
         return _import_adapters(folder, args)
     if args.base is not None:
-        raise ConfigError(f"--base {args.base}: {folder} holds no adapters, there is no adapter_config.json")
+        raise ConfigError(
+            f"--base {args.base}: {folder} contains no adapters (adapter_config.json is missing); leave out --base"
+        )
     check_model_folder("", args.folder)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: has no config.json, so it is not a Hugging Face model")
@@ -74,7 +77,7 @@ def _import(argv: Sequence[str]) -> int:
 
 def _import_adapters(folder: Path, args: argparse.Namespace) -> int:
     if args.base is None:
-        raise ConfigError(f"{folder}: holds adapters; give their base model with --base FOLDER")
+        raise ConfigError(f"{folder}: contains adapters; give their base model with --base FOLDER")
     from nash_mhc.hub.adapters import import_adapters
 
     count = import_adapters(folder, args.base, Path(args.out))
@@ -171,10 +174,12 @@ def _figures(folder: str, step: int) -> dict[str, Any]:
 def _check(argv: Sequence[str]) -> int:
     parser = _parser("check")
     parser.add_argument("one", type=run_path, metavar="A", help="run directory or Hugging Face folder")
-    parser.add_argument("other", type=run_path, metavar="B", help="the other one")
-    parser.add_argument("--text", type=local_path, metavar="FILE", help="text to compare on (default: a repeated sentence)")
-    parser.add_argument("--tokens", type=int, default=256, metavar="INT", help="tokens to compare [256]")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the code in a Hugging Face folder")
+    parser.add_argument("other", type=run_path, metavar="B", help="run directory or Hugging Face folder to compare it with")
+    parser.add_argument(
+        "--text", type=local_path, metavar="FILE", help="text to run both models on (default: a repeated sentence)"
+    )
+    parser.add_argument("--tokens", type=int, default=256, metavar="INT", help="number of tokens to compare [256]")
+    parser.add_argument("--trust-remote-code", action="store_true", help="allow code from a Hugging Face folder to run")
     args = _parsed(parser, argv, "give two folders to compare")
     if args.tokens < 2:
         raise ConfigError(f"--tokens {args.tokens}: must be at least 2")
@@ -206,7 +211,7 @@ def main() -> int:
     about = ABOUT | {name: command.about for name, command in of_kits.items()}
     usage = f"python -m nash_mhc.hub {' | '.join(about)} ..."
     if not sys.argv[1:]:
-        raise ConfigError(f"no command is given; {usage}")
+        raise ConfigError(f"no command given; usage: {usage}")
     if (chosen := chosen_command(about, usage)) is None:
         return 0
     command, argv = chosen

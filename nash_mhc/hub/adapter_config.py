@@ -37,7 +37,7 @@ IGNORED = frozenset({
     "inference_mode", "runtime_config", "megatron_core",
     # options of an initialization or method that another field enables
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
-    # about adapters on embedding and output, which are refused by tensor name
+    # about adapters on embedding and output, which are rejected by tensor name
     "ensure_weight_tying",
 })  # fmt: skip
 # These initializations subtract their first adapters from the base weights, so import needs the base weights.

@@ -183,7 +183,7 @@ def _pairs(
     if rest:
         raise ConfigError(f"{file}: {_why_unsupported(rest, modules.values(), cfg.layers, base)}")
     if not found:
-        raise ConfigError(f"{file}: holds no adapters")
+        raise ConfigError(f"{file}: contains no adapters")
     return found
 
 

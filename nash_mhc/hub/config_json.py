@@ -99,7 +99,7 @@ def read_config(values: dict[str, Any], where: str) -> Imported:
     family = values.get("model_type")
     if not isinstance(family, str) or family not in DEFAULTS:
         raise ConfigError(
-            f"{where}: models of type {shown(family)} (model_type) cannot be imported; supported are {', '.join(DEFAULTS)}"
+            f"{where}: models of type {shown(family)} (model_type) cannot be imported; supported types: {', '.join(DEFAULTS)}"
         )
     try:
         if family == _NASH:
@@ -181,14 +181,14 @@ def _window(values: dict[str, Any], family: str) -> int | None:
         if window is None or full >= layers:
             return None
         if full > 0:
-            raise ConfigError(f"max_window_layers {full} of {layers}: layers of several kinds are not supported")
+            raise ConfigError(f"max_window_layers {full} of {layers}: only models with one layer type are supported")
         return window
     if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(kind, str) for kind in kinds):
         raise ConfigError(f"layer_types is {shown(kinds)}; it must name the kind of each of {layers} layers")
     if set(kinds) == {"full_attention"}:
         return None
     if set(kinds) != {"sliding_attention"}:
-        raise ConfigError(f"layer_types {shown(sorted(set(kinds)))}: layers of several kinds are not supported")
+        raise ConfigError(f"layer_types {shown(sorted(set(kinds)))}: only models with one layer type are supported")
     if window is None:
         raise ConfigError("layer_types is sliding_attention, but use_sliding_window or sliding_window is not set")
     return window
@@ -202,7 +202,7 @@ def _rope(values: dict[str, Any]) -> tuple[float, str | None]:
         raise ConfigError(f"{section} is {shown(rope)}; it must be an object")
     rope = {"rope_theta": values.get("rope_theta", 10_000.0)} | rope
     if any(isinstance(value, dict) for value in rope.values()):
-        raise ConfigError(f"{section}: rotary positions that differ between layers are not supported")
+        raise ConfigError(f"{section}: per-layer RoPE parameters are not supported")
     if rope.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0)) != 1:
         raise ConfigError("partial_rotary_factor: only full rotary embeddings are supported; it must be 1")
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -291,9 +291,11 @@ def portable(cfg: ModelConfig) -> ModelConfig:
     exported = {(mixer, "swiglu", residual) for residual in ("mhc", "mhc-layer", "plain")}
     one_full = (*(cfg.window,) * (len(windows) - 1), None)
     if unknown := sorted({name for block in blocks for name in block} - {name for block in exported for name in block}):
-        raise ConfigError(f"{', '.join(unknown)}: the exported model code has no such block, so this model cannot be exported")
+        raise ConfigError(
+            f"{', '.join(unknown)}: the exported model code does not support this block, so the model cannot be exported"
+        )
     if blocks - exported or (set(windows) != {cfg.window} and windows != one_full):
-        raise ConfigError(f"model.pattern {cfg.pattern}: the exported model code has no such pattern of layers")
+        raise ConfigError(f"model.pattern {cfg.pattern}: the exported model code does not support this layer pattern")
     full_every = len(windows) if windows == one_full and cfg.window is not None else 0
     return dataclasses.replace(cfg, full_every=full_every, **_NOT_EXPORTED)  # type: ignore[arg-type]
 
@@ -326,8 +328,10 @@ def _read_nash(values: dict[str, Any]) -> Imported:
     renamed = {"tied_embeddings": values.get("tie_word_embeddings", True)}
     cfg = ModelConfig(**renamed | {name: values[name] for name in fields if name in values}, rope_scaling=values.get(_SCALING))
     _check_scaling(cfg, values.get("rope_multipliers"), values.get("rope_amplitude", 1.0))
-    if family_of(cfg) is not None or type(positions) is not int:
-        raise ConfigError(f"not a Nash-MHC model written by hub export (max_position_embeddings {shown(positions)})")
+    if type(positions) is not int:
+        raise ConfigError(f"max_position_embeddings is {shown(positions)}; it must be an integer")
+    if family_of(cfg) is not None:
+        raise ConfigError("not a Nash-MHC model written by hub export: the settings describe a plain decoder")
     return Imported(_NASH, cfg, positions)
 
 

@@ -145,18 +145,22 @@ class HubFolder:
         for tensor, name in index.items():
             # No paths: nothing outside the folder is read. Links are followed, since Hugging Face's cache uses them.
             if not isinstance(name, str) or not _FILE.fullmatch(name):
-                raise ConfigError(f"{path}: {shown(tensor)} is in {shown(name)}, which must name a .safetensors file, no path")
+                raise ConfigError(
+                    f"{path}: {shown(tensor)} is in {shown(name)}, which must be the name of a .safetensors file without a path"
+                )
         names = sorted(set(index.values()))
         if missing := [name for name in names if not self._has(name)]:
             tensor = next(tensor for tensor, name in index.items() if name == missing[0])
-            raise ConfigError(f"{path}: {missing[0]}, which holds {shown(tensor)}, is missing; copy it as well")
+            raise ConfigError(f"{path}: {missing[0]}, which contains {shown(tensor)}, is missing; copy that file, too")
         return [self.path / name for name in names]
 
     def check(self) -> dict[str, Entry]:
         """Return the entries; ConfigError names the first tensor that does not match the configuration."""
         found, cfg = self.entries(), self.imported.model
         if cfg.layers > len(found):  # before `shapes`, which would fill the memory for a huge number
-            raise ConfigError(f"{self.path}: {CONFIG} asks for {cfg.layers} layers, but its files hold {len(found)} tensors")
+            raise ConfigError(
+                f"{self.path}: {CONFIG} describes {cfg.layers} layers, but the files contain {len(found)} tensors"
+            )
         expected = shapes(cfg)
         for name, shape in expected.items():
             if name not in found:
@@ -164,9 +168,9 @@ class HubFolder:
                 raise ConfigError(f"{self.path}: the tensor {name} is missing{did_you_mean(name, others)}")
             entry = found[name]
             if entry.shape != shape:
-                raise ConfigError(f"{entry.file}: {name} has shape {shown(entry.shape)}, but {CONFIG} asks for {list(shape)}")
+                raise ConfigError(f"{entry.file}: {name} has shape {shown(entry.shape)}, but {CONFIG} needs {list(shape)}")
             if entry.dtype not in DTYPES:
-                raise ConfigError(f"{entry.file}: {name} has dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
+                raise ConfigError(f"{entry.file}: {name} has dtype {entry.dtype}; supported dtypes: {', '.join(DTYPES)}")
         extra = [name for name in found if name not in expected and not _BUFFER.fullmatch(name)]
         if extra == [OUTPUT] and cfg.tied_embeddings:
             self._check_tied(found)

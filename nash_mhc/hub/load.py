@@ -100,7 +100,7 @@ def _load_run(folder: str | Folder, step: int | None, mesh: Mesh | None) -> Load
         if not steps:
             raise ConfigError(f"{run.checkpoints} has no complete checkpoint; wait until the run has saved one")
         if step is not None and step not in steps:
-            raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {', '.join(map(str, steps))}")
+            raise ConfigError(f"--step {step}: {folder} has no such checkpoint; its checkpoints: {', '.join(map(str, steps))}")
         chosen = default_step(run, store) if step is None else step
         if chosen is None:
             raise ConfigError(f"{run.checkpoints}: the first checkpoint is still being written; wait, or resume the run")
@@ -132,8 +132,8 @@ def tokenizer_of(folder: str) -> Tokenizer:
     tokenizer = load_tokenizer(name, begin_with_end=cfg.data.begin_with_end)
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
-            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, its model only {cfg.model.vocab_size}; use the "
-            "tokenizer that the model was trained with"
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the model has only {cfg.model.vocab_size}; use "
+            "the tokenizer that the model was trained with"
         )
     return tokenizer
 

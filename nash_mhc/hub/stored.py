@@ -53,7 +53,7 @@ def find(flag: str, name: str, step: int | None, *, hashed: bool) -> Record:
             raise ConfigError(f"{flag} {name}: has no complete checkpoint; wait until the run has saved one")
         checkpoint = store.folder / str(chosen)
         if step is not None and (problem := from_leader(lambda: manifest.problem(checkpoint))):
-            raise ConfigError(f"{flag} {name}: checkpoint {chosen} is damaged, {problem}; choose another --init-step")
+            raise ConfigError(f"{flag} {name}: checkpoint {chosen} is damaged ({problem}); choose another --init-step")
         averaged = any(entry.startswith("ema.") for entry in array_metadata(checkpoint))
         return {"folder": folder, "step": chosen, "averaged": averaged, "manifest": manifest.identity(checkpoint)}
 
@@ -134,11 +134,11 @@ def _check_unchanged(record: Record, run: RunFolder) -> None:
     checkpoint = run.checkpoints / str(record["step"])
     if not exists(checkpoint, kind="directory"):
         raise ConfigError(
-            f"{run}: checkpoint {record['step']}, the base of a run's adapters, is missing; restore it "
+            f"{run}: checkpoint {record['step']}, the base of a run's adapters, is missing; restore this checkpoint "
             f"(--keep-every protects checkpoints){_MOVED}"
         )
     if problem := manifest.problem(checkpoint):
-        raise ConfigError(f"{checkpoint}: the base of a run's adapters is damaged, {problem}; restore it from a copy")
+        raise ConfigError(f"{checkpoint}: the base of a run's adapters is damaged ({problem}); restore it from a copy")
     if manifest.identity(checkpoint) != record["manifest"]:
         raise ConfigError(
             f"{checkpoint}: its hash differs from the base that the adapters were trained on; restore it, or start a new run"

@@ -41,7 +41,7 @@ def export(loaded: Loaded, out: Path, *, dtype: str | None, shard_bytes: int, ca
     """
     cfg = loaded.config.model
     if not isinstance(cfg, ModelConfig):
-        raise ConfigError(f"a model of the kind {cfg.architecture!r} cannot be exported")
+        raise ConfigError(f"models of --model-kind {cfg.architecture} cannot be exported")
     imported = tensor_dtypes(loaded.beside) if loaded.beside is not None else {}
     default = DTYPES[dtype or imported_dtype(loaded)]
     own = {name: FILE_DTYPES[kind] for name, kind in imported.items() if kind in FILE_DTYPES} if dtype is None else {}
@@ -142,7 +142,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 def write_byte_tokenizer(folder: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json of the byte tokenizer: the id of a byte's token is its value."""
-    # The byte-level format spells each byte as a letter: itself if it is printable, else the next free code point.
+    # The byte-level format writes each byte as a letter: itself if it is printable, else the next free code point.
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

@@ -54,7 +54,9 @@ class Inside:
     def composite_LTRR(self) -> np.ndarray:
         """Product of all H_res up to the end of each layer: how much of the first streams remains."""
         if self.mixing_LSTRR is None:
-            raise ConfigError("this model has a plain residual, so it mixes no streams")
+            raise ConfigError(
+                "this model has no residual streams to inspect; use a model with --model-residual mhc or mhc-layer"
+            )
         products = [np.eye(self.mixing_LSTRR.shape[-1])[None]]
         for mixing_STRR in self.mixing_LSTRR:
             products.append(functools.reduce(lambda product, next_TRR: next_TRR @ product, mixing_STRR, products[-1]))

@@ -79,7 +79,7 @@ class Training:
 def start(folder: str, flags: Sequence[str]) -> Training:
     """Start or resume the run in that directory, with flags of `nash_mhc.train`."""
     if not folder.strip():
-        raise Stopped("name a folder for the run's checkpoints and metrics")
+        raise Stopped("no folder given; set one for the run's checkpoints and metrics")
     return Training(folder, flags)
 
 
@@ -174,7 +174,7 @@ def pack(folder: str, archive: str) -> Path:
     """Zip the latest complete checkpoint, the run's metadata and metrics, and the model exported for transformers."""
     run = RunFolder(folder)
     if is_remote(run.path):
-        raise Stopped(f"{folder} is in a bucket already; fetch it with: gcloud storage cp --recursive {folder} .")
+        raise Stopped(f"{folder} is already in a bucket; download it with: gcloud storage cp --recursive {folder} .")
     complete = [step for step in run.steps() if run.completed_at(step) is not None]
     if not complete:
         raise Stopped(f"{folder} has no complete checkpoint yet; let the run reach its first save")

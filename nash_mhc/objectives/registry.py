@@ -50,7 +50,7 @@ def register(
 def named_objective(name: str) -> ObjectiveKind:
     """Return the objective of this name; raise ConfigError if there is none."""
     if name not in OBJECTIVES:
-        raise ConfigError(f"--objective {name}: there is no such objective{name_hint(name, OBJECTIVES)}")
+        raise ConfigError(f"--objective {name}: unknown objective{name_hint(name, OBJECTIVES)}")
     return OBJECTIVES[name]
 
 

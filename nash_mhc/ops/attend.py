@@ -92,7 +92,7 @@ def attend(
     if kernel in plain:
         return plain[kernel](q_BTNH, k_BTKH, v_BTKH, segments_BT, window).out_BTNH
     if kernel not in KERNELS:
-        raise ValueError(f"unknown attention kernel {kernel!r}; there are {', '.join(KERNELS)}")
+        raise ValueError(f"unknown attention kernel {kernel!r}; choose from {', '.join(KERNELS)}")
     return {"pallas": _attend_pallas, "splash": attend_splash}[kernel](q_BTNH, k_BTKH, v_BTKH, segments_BT, window)
 
 

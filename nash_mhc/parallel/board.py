@@ -83,7 +83,7 @@ def _call(request: Callable[[], T]) -> T:
                 return answer.result()
             except jax.errors.JaxRuntimeError as error:
                 if "UNAVAILABLE" in str(error):
-                    raise LostProcess("process 0, which coordinates all processes, is gone", 0) from error
+                    raise LostProcess("process 0, which coordinates all processes, has died", 0) from error
                 raise
     text = f"process 0, which coordinates all processes, has not answered for {ANSWER_S:.0f} s"
     raise LostProcess(text, 0, frozen=True)

@@ -105,7 +105,10 @@ def _fill(cfg: MeshConfig, count: int, fits: Fits) -> tuple[int, ...]:
         fixed = math.prod(s for s in sizes if s != -1)
         if count % fixed:
             proposed = _proposed(cfg, count, fits)
-            raise ConfigError(f"mesh {cfg}: {fixed} does not divide the {count} devices in use, so -1 has no value{proposed}")
+            raise ConfigError(
+                f"mesh {cfg}: {fixed} does not divide the {count} devices in use, so the axis set to -1 cannot be "
+                f"inferred{proposed}"
+            )
         sizes[sizes.index(-1)] = count // fixed
     return tuple(sizes)
 

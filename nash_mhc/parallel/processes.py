@@ -164,7 +164,7 @@ def _by_open_mpi(env: Mapping[str, str]) -> Place | None:
     uri = re.match(r"(\d+)\..*?tcp6?://\[?([^,\]:]+)", env.get("OMPI_MCA_orte_hnp_uri", ""))
     if uri is None:
         raise ConfigError(
-            f"Open MPI started {count} processes but gives no address; add --coordinator-address HOST:PORT of rank 0, "
+            f"Open MPI started {count} processes but provides no address; add --coordinator-address HOST:PORT of rank 0, "
             f"--num-processes {count} and --process-id $OMPI_COMM_WORLD_RANK"
         )
     port = 61440 + int(uri[1]) // 4096 % 4096

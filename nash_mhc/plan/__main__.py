@@ -22,13 +22,19 @@ _AXES = ("data", "fsdp", "tp")
 
 def own_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--chip", metavar="NAME", default=None, help="chips to plan for: v6e-8, h100-16, cpu ... (required)")
-    add("--chips", type=local_path, metavar="FILE", default=None, help="YAML file with your own chip data or prices")
-    add("--tokens", metavar="N", default=None, help="tokens of the whole run, such as 100B, to estimate hours and dollars")
+    add("--chip", metavar="NAME", default=None, help="machine to plan for, such as v6e-8, h100-16 or cpu (required)")
+    add(
+        "--chips",
+        type=local_path,
+        metavar="FILE",
+        default=None,
+        help="YAML file with data or prices of chips, which overrides the built-in table",
+    )
+    add("--tokens", metavar="N", default=None, help="number of training tokens, such as 100B, to estimate hours and dollars")
     add("--top", metavar="N", type=int, default=8, help="rows to show [8]")
-    methods = "estimate (seconds), or compile the best three to verify them (minutes) [estimate]"
+    methods = "estimate (takes seconds), or compile the best three to verify them (takes minutes) [estimate]"
     add("--method", choices=["estimate", "compile"], default="estimate", help=methods)
-    output = "also write all rows to this file ('-': JSON to stdout only)"
+    output = "also write all rows to this file ('-': write only JSON, to stdout)"
     add("--json", type=local_path, metavar="FILE", default=None, help=output)
 
 
@@ -51,7 +57,7 @@ def _machine(own: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Any, st
 
     known = chips(own.chips)
     if own.chip is None:
-        raise ConfigError(f"--chip is missing: name what to plan for, such as v6e-8; there are cpu, {', '.join(known)}")
+        raise ConfigError(f"--chip is missing; give a machine, such as v6e-8; choose from cpu, {', '.join(known)}")
     named = this_cpu() if own.chip.lower() == "cpu" else machine(own.chip, known)
     sizes = [given.get(f"mesh.{axis}", 1) for axis in _AXES]
     axes_given = sum(f"mesh.{axis}" in given for axis in _AXES)
@@ -63,7 +69,9 @@ def _machine(own: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Any, st
         if larger.chips == need:
             count = f"{named.chips} chip{'s' * (named.chips > 1)}"
             return larger, f"{named.name} is {count}, and mesh {shape} needs {need}: this is the plan for {larger.name}"
-    raise ConfigError(f"mesh {shape} needs {need} chips, and {own.chip} has {named.chips}; change the mesh or leave it out")
+    raise ConfigError(
+        f"mesh {shape} needs {need} chips, but {own.chip} has {named.chips}; change the --mesh flags or leave them out"
+    )
 
 
 def _advice(parsed: Parsed, cfg: Any, machine: Any, smallest: Any) -> str:
@@ -96,6 +104,11 @@ def _recorded(folder: str, given: Mapping[str, Any]) -> Settings:
 
 def main() -> int:
     options: dict[str, Any] = {"found": _infer, "folder": "train.checkpoint_dir", "recorded": _recorded}
+    options["examples"] = (
+        "--model-size 3b --chip v6e-8 --tokens 100B",
+        "--model-size 1b --chip h100-8 --mesh-tp 1",
+        "runs/notes --chip cpu",
+    )
     parsed = parse(sys.argv[1:], prog="python -m nash_mhc.plan", own=own_flags, **options)
     if shown(parsed):
         return 0

@@ -37,18 +37,18 @@ def main() -> int:
         prog="python -m nash_mhc.report", allow_abbrev=False, description="Write one HTML page about one or more runs."
     )
     parser.add_argument(
-        "folders", nargs="*", type=run_path, metavar="DIR", help="run directory; several are shown side by side"
+        "folders", nargs="*", type=run_path, metavar="DIR", help="run directory; several are compared side by side"
     )
     parser.add_argument("--out", type=run_path, metavar="FILE", help="output file (default: report.html in the first DIR)")
-    parser.add_argument("--live", action="store_true", help="serve the page with the newest rows until Ctrl-C")
+    parser.add_argument("--live", action="store_true", help="serve a page that follows a running run, until Ctrl-C")
     parser.add_argument("--port", type=int, metavar="N", help="port of the live page (default: a free one)")
     args = parser.parse_strictly(sys.argv[1:], "give run directories, and --out FILE")
     if not args.folders:
         raise ConfigError("no run given; give its directory: python -m nash_mhc.report runs/tiny-20260101-120000")
     if args.live and args.out:
-        raise ConfigError("--live writes no file; leave out --out, or --live")
+        raise ConfigError("--live writes no file; leave out --out or --live")
     if args.port is not None and not args.live:
-        raise ConfigError("--port needs --live; add it")
+        raise ConfigError("--port needs --live; add --live or leave out --port")
     runs = [open_run(folder) for folder in args.folders]
     if args.live:
         with LiveServer(args.folders, args.port or 0) as server:

@@ -139,7 +139,7 @@ def machine(name: str, known: Mapping[str, Chip]) -> Machine:
         return Machine(name.lower(), chip, count, count // chip.largest)
     sizes = [*chip.slices, *range(2 * chip.largest, _MAX_CHIPS + 1, chip.largest)]
     near = min(sizes, key=lambda size: abs(size - count))
-    raise ConfigError(f"--chip {name}: no such size; did you mean {kind}-{near * cores}?")
+    raise ConfigError(f"--chip {name}: no machine of this size exists; did you mean {kind}-{near * cores}?")
 
 
 def next_larger(of: Machine) -> Iterable[Machine]:

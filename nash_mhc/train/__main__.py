@@ -64,11 +64,13 @@ def _unrecorded_flags(parsed: Parsed) -> list[str]:
 
 
 def _own_flags(group: argparse._ArgumentGroup) -> None:
-    text = f"check that resuming is exact: train {STEPS} steps, kill and resume the run, also on another mesh"
+    text = f"verify exact resume: train {STEPS} steps; kill and resume the run, on the same mesh and on another one"
     group.add_argument("--verify-resume", action="store_true", help=text)
     text = "use the mesh, remat and gradient accumulation with the highest estimated speed on these devices"
     group.add_argument("--mesh-auto", action="store_true", help=text)
-    group.add_argument("--no-preflight", action="store_true", help="start even if the memory estimate exceeds the devices")
+    group.add_argument(
+        "--no-preflight", action="store_true", help="start even if the estimated memory exceeds that of the devices"
+    )
 
 
 def main() -> int:

@@ -106,7 +106,9 @@ def _of_model(flag: str, folder: str, model_kind: str, *, with_data: bool) -> Se
     # Runs of older versions lack the key; their documents have a begin token.
     known = {} if described is None else {_BEGIN: True} | described.config
     if (its := known.get("model_kind", model_kind)) != model_kind:
-        raise ConfigError(f"{flag} {folder}: its model is of --model-kind {its}, this run's of {model_kind}; give the same")
+        raise ConfigError(
+            f"{flag} {folder}: that model has --model-kind {its}, but this run has {model_kind}; use --model-kind {its}"
+        )
     has_data = with_data and not RunFolder(folder).is_imported()
     wanted = {k: v for k, v in known.items() if k.startswith("model.") or k in _OF_MODEL or (has_data and k in OF_DATA)}
     return {path: (value, f"{flag} {folder}") for path, value in wanted.items()}
@@ -152,7 +154,7 @@ def recorded_settings(folder: str, given: Mapping[str, Any]) -> Settings:
     for path, key in keys(kind).items():
         value = known.get(path)
         if isinstance(value, str) != (str in key.kinds) and value is not None:
-            raise ConfigError(f"{folder}: its run.json has {path} {value!r}, which must be {type_name(key.annotation)}")
+            raise ConfigError(f"{folder}: {path} in run.json is {value!r}, but must be {type_name(key.annotation)}")
     left_out: set[str] = set()
     if has_checkpoint:
         known.setdefault(_BEGIN, True)  # the default of older versions

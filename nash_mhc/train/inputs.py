@@ -198,7 +198,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
 
     held_out = evaluator(leader_first(lambda: open_held_out(cfg.data, tokenizer, **options)))
     test = evaluator(leader_first(lambda: open_test(cfg.data, tokenizer, **options)), all_rows=True)
-    # After the other checks, so that a run that is refused leaves no directory.
+    # After the other checks, so that a rejected run leaves no directory.
     folder = RunFolder(from_leader(lambda: str(make_run_folder(cfg.train.checkpoint_dir, cfg.model_size))))
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, checkpoint_dir=str(folder)))
     if owner is None:
@@ -258,6 +258,6 @@ def _tokenizer(cfg: DataConfig, vocab_size: int, existing: RunFolder | None, tra
         given = [f"{what} {folder}" for what, folder in origins.items() if folder is not None]
         remedy = f"use the tokenizer of {given[0]}" if given else f"set --model-vocab-size {tokenizer.vocab_size}"
         raise ConfigError(
-            f"--tokenizer {cfg.tokenizer} has {tokenizer.vocab_size} tokens, the model only {vocab_size}; {remedy}"
+            f"--tokenizer {cfg.tokenizer} has {tokenizer.vocab_size} tokens, but the model has only {vocab_size}; {remedy}"
         )
     return tokenizer

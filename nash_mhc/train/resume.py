@@ -70,7 +70,7 @@ def check_resume(cfg: RunConfig, *, rows: str, other_data: str = "") -> None:
             f"--resume never: {directory} holds checkpoints up to step {steps[-1]}; choose another --checkpoint-dir"
         )
     if resume == "must" and not steps and cfg.train.resume_from is None:
-        where = f"{directory} holds no checkpoint" if directory else "no --checkpoint-dir is given"
+        where = f"{directory} contains no checkpoint" if directory else "no --checkpoint-dir is given"
         raise ConfigError(f"--resume must: {where}; give the --checkpoint-dir of a run that has one")
     if not steps:  # otherwise the run resumes from its own checkpoint
         if cfg.train.resume_from is not None:
@@ -114,8 +114,8 @@ def _check_same_run(
     before, now = _with_sequences(described.config), _with_sequences(now)
     if before["model_kind"] != now["model_kind"]:
         raise ConfigError(
-            f"{folder} holds another run: --model-kind {before['model_kind']} there, {now['model_kind']} now; give the same, "
-            "or choose another --checkpoint-dir"
+            f"{folder} holds another run: its --model-kind is {before['model_kind']}, but this command has "
+            f"{now['model_kind']}; use {before['model_kind']}, or choose another --checkpoint-dir"
         )
     before = {"optim.optimizer": "adamw"} | before  # missing in old runs
     same = [k for k in now if k.startswith("model.")]
@@ -131,7 +131,7 @@ def _check_same_run(
         same += ["objective.name", "data.batch_size", "train.grad_accum"]
     if rows is not None:
         same += [k for k in (*_SAME_DATA, _SEQUENCES) if k in before]
-    if changed := [f"{k} ({before.get(k)} there, {now[k]} now)" for k in same if before.get(k) != now[k]]:
+    if changed := [f"{k} ({before.get(k)} in that run, {now[k]} in this command)" for k in same if before.get(k) != now[k]]:
         remedy = _how_to_restore(before, now, changed)
         raise ConfigError(f"{folder} holds another run: {', '.join(changed)}; {remedy}, or choose another --checkpoint-dir")
     check_random_weights(model, described.drawn, str(folder))
@@ -146,11 +146,11 @@ def _check_same_run(
 def _how_to_restore(before: dict[str, Any], now: dict[str, Any], changed: list[str]) -> str:
     """Return which flags restore the settings of the run."""
     if not any(text.startswith(_SEQUENCES) for text in changed):
-        return "give the same"
+        return "use the settings of that run"
     sequences, batch = before[_SEQUENCES], now["data.batch_size"]
     split = (batch, sequences // batch) if sequences % batch == 0 else (before["data.batch_size"], before["train.grad_accum"])
     keeps = f"--batch-size {split[0]} --grad-accum {split[1]} keeps {sequences} sequences per step"
-    return keeps if len(changed) == 1 else f"give the same ({keeps})"
+    return keeps if len(changed) == 1 else f"use the settings of that run ({keeps})"
 
 
 def _check_same_init(folder: RunFolder, init_from: str) -> None:
@@ -173,13 +173,13 @@ def _check_weights(model: ArchitectureConfig, name: str, step: int | None) -> No
         steps = folder.steps()
         if not steps or (step is not None and step not in steps):
             flag, there = "" if step is None else f" --init-step {step}", ", ".join(map(str, steps)) or "none"
-            raise ConfigError(f"--init-from {folder}{flag}: no such checkpoint there; it has {there}")
+            raise ConfigError(f"--init-from {folder}{flag}: no such checkpoint; checkpoints of that run: {there}")
         _check_shapes(model, folder)
         return
     if step is not None:
-        raise ConfigError(f"--init-step {step}: {name} is a Hugging Face model and has no steps; leave --init-step out")
+        raise ConfigError(f"--init-step {step}: {name} is a Hugging Face model and has no steps; leave out --init-step")
     if not isinstance(model, ModelConfig):
-        raise ConfigError(f"--init-from {name}: a Hugging Face model cannot become a {model.architecture}")
+        raise ConfigError(f"--init-from {name}: a Hugging Face model cannot initialize --model-kind {model.architecture}")
     weights = HubFolder(name)
     weights.check()
     weights.check_fits(model)
@@ -199,8 +199,8 @@ def _check_shapes(model: ArchitectureConfig, folder: RunFolder) -> None:
     alone = [name for name in changed if _shapes_differ(theirs, name, now[name])] or changed
     flags = [key_of_any_kind(f"model.{name}").flag for name in alone]
     raise ConfigError(
-        f"--init-from {folder}: its weights have other shapes: "
-        + ", ".join(f"model.{name} {was[name]} there, {now[name]} now" for name in alone)
+        f"--init-from {folder}: the weights of that run have other shapes: "
+        + ", ".join(f"model.{name} ({was[name]} in that run, {now[name]} in this command)" for name in alone)
         + f"; leave out {' and '.join(flags)}, or train from fresh weights without --init-from"
     )
 
@@ -222,7 +222,7 @@ def other_run(flag: str, name: str) -> RunFolder:
     with as_config_error(f"{flag} {name}"):
         found = exists(RunFolder(name).checkpoints, kind="directory")
     if not found:
-        raise ConfigError(f"{flag} {name}: no run with checkpoints there; give the --checkpoint-dir of an earlier run")
+        raise ConfigError(f"{flag} {name}: not a run with checkpoints; give the --checkpoint-dir of an earlier run")
     return RunFolder(name)
 
 
@@ -249,9 +249,9 @@ def checkpoint_values(
         "step": step,
         "config": config,
         **counts,
-        # The order of the sequences follows from the seed, so this count determines the next ones.
+        # The seed determines the order of the sequences, so this count determines the next ones.
         "data": {"rows_read": step * data["batch_size"] * train["grad_accum"], "rows": rows},
-        # All random numbers of a run follow from these two: there is no generator state to save.
+        # These two determine all random numbers of a run: there is no generator state to save.
         "rng": {"seed": train["seed"], "step": step},
         "metrics": {k: without_nan(v.tolist()) for k, v in metrics.items()},
         "evaluation": evaluation,
@@ -306,15 +306,16 @@ def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, source: RowSource |
     if (name := cfg.train.resume_from) is not None:
         with Store(name) as other:
             if (latest := latest_complete(other)) is None:
-                raise ConfigError(f"--resume-from {name}: no complete checkpoint there")
+                raise ConfigError(f"--resume-from {name}: that run has no complete checkpoint")
             if latest >= cfg.train.total_steps:
                 raise ConfigError(
-                    f"--resume-from {name} is at step {latest} already, and --total-steps is {cfg.train.total_steps}; raise "
+                    f"--resume-from {name} has already reached step {latest}, and --total-steps is {cfg.train.total_steps}; "
+                    "raise "
                     "--total-steps, or start a new schedule from its weights with --init-from"
                 )
             return restored(other, latest, f"{name}, with its optimizer, schedule and step count")
     if cfg.train.resume == "must":
-        raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} holds no complete checkpoint; use --resume auto")
+        raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} contains no complete checkpoint; use --resume auto")
     if (name := cfg.train.init_from) is not None:
         record = stored.find("--init-from", name, cfg.train.init_step, hashed=cfg.lora.rank > 0)
         model = stored.read(record, base_of(abstract_state(cfg).model), on_mesh, verified=True)

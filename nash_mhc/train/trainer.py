@@ -88,7 +88,7 @@ def run(
         run_record.describe_devices(requested.mesh, cfg.mesh, cfg.data.batch_size, cfg.optim.learning_rate)
         estimate = from_leader(lambda: preflight(cfg, mesh, no_preflight=no_preflight))
 
-        # Data and run directory. Settings that do not fit are refused here, before anything is written.
+        # Data and run directory. Settings that do not fit are rejected here, before anything is written.
         inputs = open_inputs(cfg, mesh, watch, stack)
         cfg = inputs.cfg
         on_open(str(inputs.folder))

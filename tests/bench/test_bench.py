@@ -460,7 +460,7 @@ def test_recall_is_scored_by_distance(compared):
         ("quality --eval-rows 0", "--seeds and --eval-rows must be at least 1"),
         ("quality --seed 4294967295 --seeds 2", "train.seed must be at most 4294967295, not 4294967296"),
         ("quality --variants nash-mhc,dens", "--variants: unknown variant 'dens'; did you mean dense?"),
-        ("quality --variants ,", "--variants: unknown variant ''; there are nash-mhc, dense, dense-mhc, dense-conv-mhc, "),
+        ("quality --variants ,", "--variants: unknown variant ''; choose from nash-mhc, dense, dense-mhc, dense-conv-mhc, "),
         (
             "quality --learning-rates 1e-3,fast",
             "--learning-rates 1e-3,fast must be comma-separated numbers",
@@ -469,7 +469,7 @@ def test_recall_is_scored_by_distance(compared):
         ("quality --task recal", "--task: invalid choice: 'recal'"),
         (
             "quality --task recall --seq-len 4096",
-            "--task recall: --seq-len 4096 needs 1024 keys, a vocabulary of 257 has 127",
+            "--task recall: --seq-len 4096 needs 1024 keys, but a vocabulary of 257 allows 127",
         ),
         ("quality --picture /nowhere/p.svg --seeds 0", "--picture /nowhere/p.svg: cannot be written"),
         ("quality --model-scales 1", "bench quality needs the full model: --model-scales above 1"),
@@ -483,10 +483,10 @@ def test_recall_is_scored_by_distance(compared):
         ("step --objective distill", "--objective distill: `bench step`"),
         ("compile --seeds 3", "unknown flag --seeds; did you mean --seed?"),
         ("step --steps 0", "--steps must be at least 1"),
-        ("qualty", "unknown benchmark 'qualty'; did you mean quality?; there are: python -m nash_mhc.bench step | parts |"),
+        ("qualty", "unknown benchmark 'qualty'; did you mean quality?; usage: python -m nash_mhc.bench step | parts |"),
         (
             "",
-            "unknown benchmark ''; there are: python -m nash_mhc.bench step | parts | kernels | compile | quality | corpus | "
+            "unknown benchmark ''; usage: python -m nash_mhc.bench step | parts | kernels | compile | quality | corpus | "
             "data | telemetry [flags of train]",
         ),
     ],

@@ -33,7 +33,7 @@ def test_torch_trains_the_same_model_on_as_many_tokens():
 
 
 def test_a_model_that_torch_has_not_is_refused():
-    with pytest.raises(ConfigError, match=r"^--against torch: transformers has no such model"):
+    with pytest.raises(ConfigError, match=r"^--against torch: transformers lacks this model"):
         step.against_torch(dataclasses.replace(small.config(), model=small.NASH), steps=1, warmup=1)
     with pytest.raises(ConfigError, match=r"^--against torch: .*--lora-targets q_porj"):
         step.against_torch(small.config(lora__rank=4, lora__targets="q_porj"), steps=1, warmup=1)

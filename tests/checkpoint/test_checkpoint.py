@@ -54,7 +54,7 @@ DAMAGES = {
     "another file": (lambda c: (c / "state" / "more").touch(), "unexpected file state/more"),
     "no manifest": (lambda c: (c / manifest.FILE).unlink(), "its manifest is missing"),
     "half a manifest": (lambda c: (c / manifest.FILE).write_text('{"version": 1, "fi'), "its manifest is damaged"),
-    "a manifest of another form": (lambda c: (c / manifest.FILE).write_text('{"version": 9}'), "its manifest has version 9"),
+    "a manifest of another form": (lambda c: (c / manifest.FILE).write_text('{"version": 9}'), "the manifest has version 9"),
     "an empty folder": (lambda c: (shutil.rmtree(c), c.mkdir()), "its manifest is missing"),
 }
 

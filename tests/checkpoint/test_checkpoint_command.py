@@ -112,9 +112,9 @@ def test_list_and_verify_need_no_jax(run):
     ("words", "message"),
     [
         (["lst", "x"], "unknown command 'lst'; did you mean list?"),
-        (["list"], "the folder is missing"),
+        (["list"], "no run directory given"),
         (["list", "nowhere"], "nowhere: no such folder"),
-        (["verify", "{run}", "--step", "11"], "has no such checkpoint; it has 10, 20, 30"),
+        (["verify", "{run}", "--step", "11"], "has no such checkpoint; its checkpoints: 10, 20, 30"),
         (["verify", "{run}", "--stp", "10"], "unknown flag --stp; did you mean --step?"),
         (["inspect", "{run}/checkpoints/10/state"], "contains no checkpoint"),
     ],

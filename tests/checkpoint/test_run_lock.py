@@ -22,7 +22,7 @@ STEPS = 24
 FLAGS = (
     f"--total-steps {STEPS} --checkpoint-interval 2 --log-interval 1 --keep-last 2 --schedule constant --warmup-steps 0".split()
 )
-HELD = r"error: --checkpoint-dir \S+: another run holds it \(process \d+ on \S+, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\)"
+HELD = r"error: --checkpoint-dir \S+: another run holds the lock \(process \d+ on \S+, since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\)"
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_a_requeued_job_resumes_where_the_dying_one_ends(unbroken, tmp_path, end
     requeued = TrainingProcess(tmp_path / "run", *FLAGS, "--wait-for-lock", "100", log="requeued", NO_EVALUATION="1").until(
         "waiting up to 100 s"
     )
-    assert f"another run holds it (process {dying.pid} on " in requeued.said
+    assert f"another run holds the lock (process {dying.pid} on " in requeued.said
     dying.send(end).send(signal.SIGCONT)
     assert dying.end() == (TRY_AGAIN if end == signal.SIGTERM else -end), dying.said
     assert requeued.end() == 0, requeued.said
@@ -100,7 +100,7 @@ def test_a_new_run_waits_for_all_processes_of_the_previous_one(tmp_path):
     next_run = TrainingProcess(
         tmp_path / "run", *FLAGS, "--total-steps", "100000", "--wait-for-lock", "100", log="next", NO_EVALUATION="1"
     )
-    next_run.until("another run holds it (processes of a run whose process 0 has exited)")
+    next_run.until("another run holds the lock (processes of a run whose process 0 has exited)")
     both[1].send(signal.SIGKILL).send(signal.SIGCONT)
     next_run.until("compiled in").send()
     assert next_run.end() == TRY_AGAIN
@@ -108,7 +108,7 @@ def test_a_new_run_waits_for_all_processes_of_the_previous_one(tmp_path):
 
 def test_a_process_cannot_acquire_a_directory_twice(tmp_path):
     owner = acquire(tmp_path)
-    with pytest.raises(ConfigError, match=rf"another run holds it \(process {os.getpid()} on "):
+    with pytest.raises(ConfigError, match=rf"another run holds the lock \(process {os.getpid()} on "):
         acquire(tmp_path)
     owner.release()
     acquire(tmp_path).release()
@@ -143,7 +143,7 @@ def test_a_recreated_directory_is_reacquired_unless_another_run_owns_it(tmp_path
     folder.rename(tmp_path / "elsewhere")
     with pytest.raises(FileNotFoundError, match="the folder has vanished"):
         owner.check()
-    with pytest.raises(ConfigError, match="another run holds it"):
+    with pytest.raises(ConfigError, match="another run holds the lock"):
         acquire(tmp_path / "elsewhere")  # it is still this run's, wherever it lies
     folder.mkdir()
     owner.reacquire()
@@ -152,7 +152,7 @@ def test_a_recreated_directory_is_reacquired_unless_another_run_owns_it(tmp_path
     shutil.rmtree(folder)
     folder.mkdir()
     other = acquire(folder)
-    with pytest.raises(ConfigError, match="another run holds it"):
+    with pytest.raises(ConfigError, match="another run holds the lock"):
         owner.reacquire()
     with pytest.raises(OSError, match="has vanished"):
         owner.check()
@@ -170,7 +170,7 @@ def test_a_save_removes_nothing_from_another_runs_directory(tmp_path):
         saving = folder / "checkpoints" / "5"  # as a save under way looks
         saving.mkdir(parents=True)
         saving.with_name("5.saving").write_text("")
-        with pytest.raises(ConfigError, match="another run holds it"):
+        with pytest.raises(ConfigError, match="another run holds the lock"):
             saver.save({"a": np.ones(3)}, 2, {}, wait=True)
         assert sorted(path.name for path in saving.parent.iterdir()) == ["5", "5.saving"]
         other.release()

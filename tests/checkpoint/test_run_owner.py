@@ -63,7 +63,7 @@ def test_an_expired_lease_is_taken_over_and_the_old_owner_stops(beating, monkeyp
     owner = acquire(beating)
     assert messages[-1].endswith("has been silent for 1 s; taking over")
     frozen._renew()  # it wakes up, and finds another one
-    with pytest.raises(ConfigError, match=r"another run \(process \d+ on host-1, since .*\) has taken over"):
+    with pytest.raises(ConfigError, match=r"another run \(process \d+ on host-1, since .*\) took over the directory"):
         frozen.check()
     owner.check()
     frozen.release()
@@ -81,7 +81,7 @@ def test_a_half_written_lease_is_not_overwritten(beating, monkeypatch):
     assert (beating / OBJECT).read_text() == '{"id": "anoth'
     (beating / OBJECT).write_text('{"id": "another"}')
     frozen._renew()
-    with pytest.raises(ConfigError, match="has taken over"):
+    with pytest.raises(ConfigError, match="took over the directory"):
         frozen.check()
 
 
@@ -104,14 +104,14 @@ def test_an_owner_checks_its_lease_after_a_storage_outage(beating, monkeypatch):
     owner.check()  # nobody has come
     about = owner_of(beating)
     (beating / OBJECT).write_text(json.dumps(about | {"id": "another"}))
-    with pytest.raises(ConfigError, match="has taken over"):
+    with pytest.raises(ConfigError, match="took over the directory"):
         owner.check()
 
 
 def test_the_lease_of_a_dead_local_process_is_removed_immediately(beating, monkeypatch):
     monkeypatch.setattr(run_lock, "_machine", lambda: ["here"])
     monkeypatch.setattr(run_lock, "EXPIRED_S", 1e6)
-    with pytest.raises(ConfigError, match="another run holds it"):
+    with pytest.raises(ConfigError, match="another run holds the lock"):
         first = acquire(beating)
         acquire(beating)
     first.release()
@@ -144,7 +144,9 @@ def test_a_run_in_a_bucket_is_locked_and_released(served, monkeypatch, tmp_path)
                 time.sleep(0.01)
 
     longer = config("gs://bucket/run", eval_interval=0, log_interval=1, total_steps=12)
-    with pytest.raises(ConfigError, match=r"gs://bucket/run: another run \(process 1 on far, since now\) has taken over"):
+    with pytest.raises(
+        ConfigError, match=r"gs://bucket/run: another run \(process 1 on far, since now\) took over the directory"
+    ):
         run(longer, quiet=True, callbacks=[EachStep(lambda step: taken_over(step - 6))])
     assert json.loads(served.objects[name][0]) == other
     assert manifest.saved_steps(to_path("gs://bucket/run") / "checkpoints") == [6]

@@ -92,7 +92,7 @@ def test_unknown_size(way):
 
 def test_a_check_of_a_whole_section_names_the_origin():
     message = error("--mesh-data", "0")
-    assert message.startswith("mesh.data must be a positive number of devices or -1 for the rest, not 0")
+    assert message.startswith("mesh.data must be a positive number of devices, or -1 for all remaining ones, not 0")
     assert message.endswith(" (mesh.data from flag --mesh-data)")
 
 
@@ -139,7 +139,7 @@ def test_what_is_no_multiple_of_the_coarsest_stride_is_told_the_nearest_that_is(
         ("dta:\n  seq_len: 3", "run.yaml:1: unknown key dta; did you mean data?"),
         (
             "[a]: 3",
-            "run.yaml:1: unknown key [...]; there are model, data, mesh, optim, train, objective, lora, "
+            "run.yaml:1: unknown key [...]; choose from model, data, mesh, optim, train, objective, lora, "
             "precision, telemetry, distill, quantize, model_size, model_kind, kit",
         ),
         ("data:\n  split: a\n  split: b", "run.yaml:3: data.split is set twice, first on line 2; keep one of them"),

@@ -94,7 +94,7 @@ plain = load_plain_schema()
             lambda: plain.RunConfig(model=plain.ModelConfig(ratio=2, scales=4), data=plain.DataConfig(seq_len=99)),
             "data.seq_len 99 must be a multiple of the coarsest stride 8 (model.ratio 2, model.scales 4); the nearest is 96",
         ),
-        (lambda: plain.MeshConfig(tp=0), "mesh.tp must be a positive number of devices or -1 for the rest, not 0"),
+        (lambda: plain.MeshConfig(tp=0), "mesh.tp must be a positive number of devices, or -1 for all remaining ones, not 0"),
         (lambda: plain.MeshConfig(tp=-2), "mesh.tp must be at least -1, not -2"),
         (lambda: plain.MeshConfig(data=-1, tp=-1), "only one mesh axis may be -1 (the rest), not mesh.data and mesh.tp"),
         (lambda: plain.RunConfig(model_size=3), "model_size must be text, not 3"),
@@ -105,7 +105,7 @@ plain = load_plain_schema()
         (
             lambda: plain.RunConfig.from_dict({"dat": {}}),
             "unknown section 'dat': if it is of a kit, the kit is missing (restore nash_mhc/kits/dat, or give its folder with "
-            "--kit); there are model_size, kit, model, data, mesh, optim, train, objective, lora, "
+            "--kit); choose from model_size, kit, model, data, mesh, optim, train, objective, lora, "
             "precision, telemetry, distill, quantize",
         ),
         (lambda: plain.RunConfig.from_dict({"data": 3}), "data must hold keys and values, not 3"),
@@ -119,7 +119,7 @@ def test_messages(build, message):
 
 
 def test_from_dict_names_an_unknown_key():
-    with pytest.raises(ConfigError, match=r"^unknown key data\.seqlen; there are batch_size, .*seq_len") as caught:
+    with pytest.raises(ConfigError, match=r"^unknown key data\.seqlen; choose from batch_size, .*seq_len") as caught:
         RunConfig.from_dict({"data": {"seqlen": 3}})
     assert "\n" not in str(caught.value)
 

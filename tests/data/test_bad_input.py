@@ -42,12 +42,12 @@ CASES = {
     "a number": ("a.jsonl", lines(GOOD, "7\n"), {}, r"a\.jsonl:2: a value of type int instead of an object with fields"),
     "missing field": (
         "a.jsonl", lines(GOOD, '{"txt": "x", "id": 1}\n'), {},
-        r"a\.jsonl:2: no field 'text', there are txt, id; .*--text-field",
+        r"a\.jsonl:2: no field 'text' .fields: txt, id.; .*--text-field",
     ),
     "text that is none": ("a.jsonl", lines('{"text": 7}\n'), {}, r"a\.jsonl:1: text is of type int, not text; choose"),
     "half a character": ("a.jsonl", lines(r'{"text": "\ud800"}', "\n"), {}, r"a\.jsonl:1: text .*surrogate"),
     "missing column": (
-        "a.parquet", table(body=["x"], id=[1]), {}, r"a\.parquet:1: no column 'text', there are body, id; .*--text-field"
+        "a.parquet", table(body=["x"], id=[1]), {}, r"a\.parquet:1: no column 'text' .columns: body, id.; .*--text-field"
     ),
     "column of numbers": ("a.parquet", table(text=[1]), {}, r"a\.parquet:1: text is of type int, not text"),
     "no parquet": ("a.parquet", raw(b"PAR1 nothing"), {}, r"a\.parquet: .*Parquet file \(.+\);"),
@@ -119,7 +119,7 @@ def test_prepared_rows_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> No
     done = subprocess.run([*argv, "--seq-len", "64"], env=env, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("-m nash_mhc.train --dataset out\n")
     refusal = command(tmp_path, "nash_mhc.train", "--dataset", "out", "--model-vocab-size", "257")
-    assert "--tokenizer out/tokenizer has 271 tokens, the model only 257; set --model-vocab-size 271" in refusal
+    assert "--tokenizer out/tokenizer has 271 tokens, but the model has only 257; set --model-vocab-size 271" in refusal
     assert done.stderr == ""
     from nash_mhc.config import presets
     from nash_mhc.data.tokenizer import load_tokenizer
@@ -138,10 +138,11 @@ def test_prepared_rows_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> No
 
     own = str(tmp_path / "out" / "tokenizer")
     assert load_tokenizer(own).vocab_size == 271
-    assert "has 271 tokens, the model only 257; set --model-vocab-size 271" in refused(own, vocab_size=257)
+    assert "has 271 tokens, but the model has only 257; set --model-vocab-size 271" in refused(own, vocab_size=257)
     assert f"was not prepared with --tokenizer bytes; use --tokenizer {own}" in refused("bytes")
-    assert "have 64 tokens, the run's 128; use --seq-len 64" in refused(own, seq_len=128)
+    assert "sequence length 64, but this run uses 128; use --seq-len 64" in refused(own, seq_len=128)
     aligned = refused(own, ratio=64, window=None)
     assert (
-        "its documents start at multiples of 16, this model needs 64; prepare it again with the run's --model-size" in aligned
+        "documents start at multiples of 16, but this model needs 64; prepare the data again with the run's --model-size"
+        in aligned
     )

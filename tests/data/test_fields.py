@@ -132,7 +132,7 @@ def test_contradictory_settings_are_refused(settings: dict[str, Any], message: s
     [
         (
             {"q": "x", "b": "y"},
-            r"qa\.jsonl:3: no field 'a', there are q, b; .* in \[ \] in --response-template",
+            r"qa\.jsonl:3: no field 'a' .fields: q, b.; .* in \[ \] in --response-template",
         ),
         ({"q": "x", "aa": "y"}, r"qa\.jsonl:3: no field 'a', which --response-template names; did you mean aa\?"),
         ({"q": "x", "a": " "}, r"qa\.jsonl:3: field 'a' is empty; .* in \[ \] in --response-template"),
@@ -151,13 +151,13 @@ def test_missing_fields_are_reported_with_file_and_line(tmp_path: Path, record: 
 
 def test_other_record_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = {"format": "fields", "prompt_template": "{q}", "response_template": "[{a}]"}
-    with pytest.raises(ConfigError, match=r"qa:7: --response-template gives no text"):
+    with pytest.raises(ConfigError, match=r"qa:7: --response-template produces no text"):
         learned({"q": "x"}, **settings)
     (tmp_path / "notes.txt").write_text("just text")
     with pytest.raises(ConfigError, match=r"notes\.txt: --format fields needs records, .*--extensions"):
         prepared(tmp_path / "out", tmp_path / "notes.txt", **settings)
     pq.write_table(pa.table({"a": ["x"], "b": ["y"]}), tmp_path / "qa.parquet")
-    with pytest.raises(ConfigError, match=r"qa\.parquet:1: no column 'q', there are a, b"):
+    with pytest.raises(ConfigError, match=r"qa\.parquet:1: no column 'q' .columns: a, b."):
         prepared(tmp_path / "out", tmp_path / "qa.parquet", **settings)
     # The same from the command line: one line, exit code 2, nothing left.
     file = write(tmp_path / "qa.jsonl", [{"q": "x"}])
@@ -171,7 +171,7 @@ def test_other_record_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {file}:1: no field 'a', there are q; ")
+    assert done.stderr.startswith(f"error: {file}:1: no field 'a' (fields: q); ")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob("*.partial"))

@@ -49,5 +49,5 @@ def test_registered_format_errors_name_the_document(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"a\.lines: its format cannot read document 1 \(UnicodeDecodeError"):
         list(Files(cfg.dataset, cfg).read("train"))
     (tmp_path / "a.lines").write_text("{two}\n")
-    with pytest.raises(ConfigError, match=r"a\.lines:1: no column 'body', there are text; .*--text-field"):
+    with pytest.raises(ConfigError, match=r"a\.lines:1: no column 'body' .columns: text.; .*--text-field"):
         list(Files(cfg.dataset, cfg).read("train"))

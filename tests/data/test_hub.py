@@ -55,10 +55,10 @@ def test_missing_splits_columns_and_datasets_are_reported(tmp_path: Path) -> Non
     datasets.DatasetDict({"train": table(["x"]), "test": table(["y"])}).save_to_disk(str(tmp_path / "d"))
     path = str(tmp_path / "d")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"dataset": path, "split": "trian"}, r"d: no split 'trian', there are train, test; .*--split"),
+        ({"dataset": path, "split": "trian"}, r"d: no split 'trian' .splits: train, test.; .*--split"),
         (
             {"dataset": path, "text_field": "body"},
-            r"d:1: no column 'body', there are id, text; .*--text-field",
+            r"d:1: no column 'body' .columns: id, text.; .*--text-field",
         ),
         ({"dataset": path, "dataset_name": "v2"}, r"--dataset-name v2: .*d has no variants; leave it out"),
         (
@@ -96,7 +96,7 @@ def test_the_test_split_is_used_as_it_is(tmp_path: Path) -> None:
         source = open_test(cfg, BYTES, align=8)
         assert source is not None
         assert any("only this" in BYTES.decode(source[row].targets) for row in range(12))
-    with pytest.raises(ConfigError, match="--test-split final: the data has no such split, there are train, test; choose"):
+    with pytest.raises(ConfigError, match=r"--test-split final: the data has no such split .splits: train, test.; choose"):
         prepared(tmp_path / "other", tmp_path / "d", test_split="final")
 
 

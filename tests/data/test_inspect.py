@@ -51,7 +51,7 @@ def test_a_step_shows_the_documents_of_its_batch(tmp_path: Path, facts: Path, mi
     reader = batches(source, batch_size=4, grad_accum=2, seed=5, start_step=6)  # the batch of the seventh step
     batch = next(reader)
     reader.close()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="--step 7: this run has reached at most step 1,"):
+    with pytest.raises(ConfigError, match=r"--step 7: beyond the last step of this run \(1,"):
         of_run(RunFolder(folder), 7, None)
     (folder / "metrics.jsonl").write_text('{"step": 7}\n{"step": 9, "lo')  # truncated, as by a full disk
     shown = of_run(RunFolder(folder), 7, None).split("== ")[1:]
@@ -111,7 +111,7 @@ def test_statistics_of_a_prepared_folder(
         (["{out}", "--step", "1", "--row", "8"], r"--row 8: a step of this run has rows 0 to 7"),
         (["{out}", "--split", "test"], r"has no rows of split 'test', there is train and validation"),
         (["{src}"], r"src: neither prepared data nor a run"),
-        ([], r"the folder is missing"),
+        ([], r"no folder given"),
         (["{out}", "--stp", "1"], r"unknown flag --stp; did you mean --step\?"),
     ],
 )

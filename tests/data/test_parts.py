@@ -94,7 +94,10 @@ def test_the_test_part_comes_from_the_manifest(tmp_path: Path) -> None:
     assert open_test(DataConfig(dataset=str(tmp_path / "plain")), BYTES) is None
     with pytest.raises(ConfigError, match=r"plain: was prepared without a test part 'test'; prepare it again with --test-fra"):
         open_source(DataConfig(dataset=str(tmp_path / "plain"), test_fraction=0.1), BYTES, split="train", seed=0)
-    with pytest.raises(ConfigError, match=r"out: holds other data \(test_fraction 0\.1 there, None now, test_split test there"):
+    with pytest.raises(
+        ConfigError,
+        match=r"out: contains other data \(test_fraction 0\.1 in that folder, None in this command, test_split test",
+    ):
         prepared(tmp_path / "out", file, align=1)
 
 
@@ -168,7 +171,7 @@ def test_near_duplicates_in_other_parts_are_counted(tmp_path: Path, monkeypatch:
     assert min(wanted) > 3
     line = manifest.summary().splitlines()[-1]
     assert line == (
-        "near-duplicates of another part (but for case, spaces or punctuation): "
+        "near-duplicates of documents in another split (ignoring case, spaces and punctuation): "
         f"{wanted[0]} documents of validation, {wanted[1]} documents of test"
     )
     source = open_source(DataConfig(dataset=str(tmp_path / "out")), BYTES, split="train", seed=0, align=8)

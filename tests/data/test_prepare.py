@@ -136,7 +136,9 @@ def test_prepared_folders_are_used_or_refused_never_overwritten(tmp_path: Path) 
     stamps = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
     assert prepared(tmp_path / "out", tmp_path / "a.jsonl") == first
     assert stamps == {p: p.stat().st_mtime_ns for p in (tmp_path / "out").iterdir()}
-    with pytest.raises(ConfigError, match=r"holds other data \(seq_len 256 there, 128 now\); choose another --out"):
+    with pytest.raises(
+        ConfigError, match=r"contains other data \(seq_len 256 in that folder, 128 in this command\); choose another --out"
+    ):
         prepared(tmp_path / "out", tmp_path / "a.jsonl", seq_len=128)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").write_text("do not touch")

@@ -60,7 +60,7 @@ def test_a_folder_and_a_glob_hold_files_of_any_kind(tmp_path: Path) -> None:
     assert "5 files, 3 empty documents skipped; not read: 1 without an extension, 1 .png (--extensions)" in manifest.summary()
     chosen = prepared(tmp_path / "chosen", folder, validation_fraction=0.0, extensions="txt,.PNG2,py")
     assert chosen.files == ("a.txt", "code.py")
-    with pytest.raises(ConfigError, match=r"no file with text in this folder; .*1 \.png.*with --extensions"):
+    with pytest.raises(ConfigError, match=r"no text files in this folder; .*1 \.png.*with --extensions"):
         prepared(tmp_path / "none", folder, extensions=".c")
     with pytest.raises(ConfigError, match=r"--extensions '\*\.py': must be file extensions"):
         prepared(tmp_path / "none", folder, extensions="*.py")

@@ -182,7 +182,7 @@ def test_unsupported_streams_are_refused(folders: Path, tmp_path: Path) -> None:
         ({"dataset": str(tmp_path / "a.txt")}, r"a\.txt: --streaming reads Parquet and Hugging Face data"),
         ({"num_workers": 2}, r"--streaming .*; leave out --num-workers"),
         ({"max_documents": 2}, r"--streaming reads all of the data; leave out --max-documents"),
-        ({"text_field": "body"}, r"0\.parquet:1: no column 'body', there are text; .*--text-field"),
+        ({"text_field": "body"}, r"0\.parquet:1: no column 'body' .columns: text.; .*--text-field"),
         (
             {"validation_fraction": 0.0, "eval_split": "test"},
             r"no split .test. and no held-out documents; raise --validation-fraction",

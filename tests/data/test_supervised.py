@@ -178,7 +178,7 @@ def test_a_mixture_can_hold_text_and_chats(tmp_path: Path) -> None:
     shown = "".join(show_row("", source[i], BYTES, []) for i in range(40))
     for part in ("only text", "]]14!", "assistant: ]]no", "text 1"):
         assert part in shown
-    with pytest.raises(ConfigError, match=r"qa\.jsonl:1: no field 'messages', there are prompt, response, id"):
+    with pytest.raises(ConfigError, match=r"qa\.jsonl:1: no field 'messages' .fields: prompt, response, id."):
         open_source(dataclasses.replace(cfg, dataset=str(names[1]), format="chat"), BYTES, split="train", seed=0)
 
 

@@ -318,7 +318,7 @@ def test_each_unusable_folder_is_one_line(
     (tmp_path / "run.json").write_text("[]")
     assert error(*at).startswith("DIR/run.json: cannot be read (")
     (tmp_path / "run.json").write_text('{"config": {"model": {"colour": 3}}}')
-    assert error(*at).startswith("DIR/run.json: unknown key model.colour; there are ")
+    assert error(*at).startswith("DIR/run.json: unknown key model.colour; choose from ")
     shutil.copy(folder / "run.json", tmp_path)
     assert error(*at).startswith("DIR has no checkpoint; the run saves one every --checkpoint-interval")
     assert not (tmp_path / "checkpoints").exists()

@@ -154,7 +154,7 @@ def test_every_end_token_of_the_model_ends_a_text(theirs, tmp_path):
     (["--stop", ""], None, "--stop is empty"),
     (["--out", "x"], None, "--out needs --prompts"),
     (["--prompt", "x", "--prompts", "FILE"], "", "--prompt and --prompts exclude"),
-    (["--prompts", "FILE"], "\n\n", "holds no prompt"),
+    (["--prompts", "FILE"], "\n\n", "contains no prompt"),
     (["--prompts", "FILE"], "{", "prompts.jsonl:1: not JSON"),
     (["--prompts", "FILE"], '{"prompt": "a"}\n{"question": "a"}', "prompts.jsonl:2: has neither a prompt"),
     (["--prompts", "FILE", "--out", "/no/such/folder/x"], '{"prompt": "a"}', "--out /no/such/folder/x: cannot be written"),

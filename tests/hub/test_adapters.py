@@ -248,7 +248,7 @@ def test_damaged_adapters_are_refused_and_leave_nothing(base, theirs, tmp_path, 
 def test_the_wrong_kind_of_folder_is_refused(base, theirs, tmp_path):
     with pytest.raises(ConfigError, match="--base"):
         call("import", theirs, "--out", tmp_path / "ours")
-    with pytest.raises(ConfigError, match="holds no adapters"):
+    with pytest.raises(ConfigError, match="contains no adapters"):
         call("import", base, "--base", base, "--out", tmp_path / "ours")
     with pytest.raises(ConfigError, match="has no adapters"):
         call("merge", base, "--out", tmp_path / "merged")

@@ -128,7 +128,7 @@ def test_a_text_may_have_any_length_and_a_model_one_stream(tokens):
     short = look(model, tokens[:13])
     assert short.weights_LCTN.shape[2] == len(short.gaze(0, 0)[1].weights_TS) == 13
     assert short.mixing_LSTRR is None
-    with pytest.raises(ConfigError, match="plain residual"):
+    with pytest.raises(ConfigError, match="no residual streams"):
         short.composite_LTRR  # noqa: B018
 
 

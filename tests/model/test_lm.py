@@ -134,7 +134,7 @@ def test_the_default_preset_divides_over_eight_devices_along_any_axis():
 
 
 def test_an_unknown_size_names_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown model size 'huge' of nash-mhc; there are tiny, small"):
+    with pytest.raises(ConfigError, match="unknown size 'huge' of --model-kind nash-mhc; choose from tiny, small"):
         presets.model("huge")
 
 

@@ -168,7 +168,7 @@ def test_an_objective_sees_the_fields_that_its_examples_have_of_their_own(anothe
 
 
 def test_an_unknown_objective_is_one_line(another):
-    with pytest.raises(ConfigError, match=r"--objective smothed: there is no such objective; did you mean smoothed\?"):
+    with pytest.raises(ConfigError, match=r"--objective smothed: unknown objective; did you mean smoothed\?"):
         resolve(with_objective(small.config(), "smothed"))
     with pytest.raises(ConfigError, match="xyzzy") as refused:
         resolve(with_objective(small.config(), "xyzzy"))

@@ -75,7 +75,7 @@ def test_a_query_sees_only_its_past_its_document_and_its_window():
 
 def test_an_unknown_kernel_is_refused():
     q, k, v, segments = inputs()
-    with pytest.raises(ValueError, match="unknown attention kernel 'flash'; there are reference, xla"):
+    with pytest.raises(ValueError, match="unknown attention kernel 'flash'; choose from reference, xla"):
         attend(q, k, v, segments, kernel="flash")
 
 

@@ -110,11 +110,11 @@ REFUSALS: dict[str, tuple[RunConfig, str]] = {
     ),
     "vocabulary": (
         changed(SMALL, model={"vocab_size": 256}),
-        r"--tokenizer bytes has 257 tokens, the model only 256; set --model-vocab-size 257",
+        r"--tokenizer bytes has 257 tokens, but the model has only 256; set --model-vocab-size 257",
     ),
     "vocabulary of another model": (
         changed(SMALL, model={"vocab_size": 256}, train={"init_from": "base"}),
-        r"--tokenizer bytes has 257 tokens, the model only 256; use the tokenizer of --init-from base",
+        r"--tokenizer bytes has 257 tokens, but the model has only 256; use the tokenizer of --init-from base",
     ),
 }
 

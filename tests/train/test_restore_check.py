@@ -90,4 +90,4 @@ def test_damage_and_what_its_own_configuration_does_not_fit_fail(state, tmp_path
     manifest.write(checkpoint)
     code, out = tried(tmp_path / "c", monkeypatch, capsys)
     assert code == 1
-    assert "this version cannot read its configuration (unknown key model.unheard_of; there are " in out
+    assert "this version cannot read its configuration (unknown key model.unheard_of; choose from " in out

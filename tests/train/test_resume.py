@@ -91,9 +91,11 @@ def test_what_may_not_change_is_refused_by_name_and_the_rest_is_taken(told_by, s
     folder = told_by[source]
     for name, value in KEPT.items():
         key = NAMED.get(name, name.replace("__", "."))
-        with pytest.raises(ConfigError, match=rf"holds another run: .*{re.escape(key)} \(.* there, .* now\)") as refused:
+        with pytest.raises(
+            ConfigError, match=rf"holds another run: .*{re.escape(key)} \(.* in that run, .* in this command\)"
+        ) as refused:
             check_resume(changed(folder, **{name: value}), rows="stories-2")
-        assert str(refused.value).count(" there, ") == 1
+        assert str(refused.value).count(" in that run, ") == 1
     with pytest.raises(ConfigError, match=r"the data of --dataset stories has changed since this run began"):
         check_resume(changed(folder), rows="another")
     for name, value in FREE.items():
@@ -102,7 +104,7 @@ def test_what_may_not_change_is_refused_by_name_and_the_rest_is_taken(told_by, s
     # Another run's weights fit other data and another batch, but not another model.
     new = changed(folder.parent / "new", train__resume_from=str(folder), train__seed=5, data__seq_len=64, data__batch_size=2)
     check_resume(new, rows="another")
-    with pytest.raises(ConfigError, match=r"model\.ffn \(64 there, 32 now\)"):
+    with pytest.raises(ConfigError, match=r"model\.ffn \(64 in that run, 32 in this command\)"):
         check_resume(dataclasses.replace(new, model=dataclasses.replace(new.model, ffn=32)), rows="another")
 
 
@@ -144,10 +146,10 @@ def test_a_run_without_a_whole_checkpoint_stops_and_keeps_its_rows(tmp_path):
 def test_never_and_must_are_kept_to(unbroken, tmp_path):
     with pytest.raises(ConfigError, match=r"--resume never: \S+ holds checkpoints .*step 6; .*--checkpoint-dir"):
         at(unbroken.folder, resume="never")
-    with pytest.raises(ConfigError, match=r"--resume must: \S+ holds no checkpoint; give the --checkpoint-dir"):
+    with pytest.raises(ConfigError, match=r"--resume must: \S+ contains no checkpoint; give the --checkpoint-dir"):
         at(tmp_path / "run", resume="must")
     assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match=r"leave out --resume-from"):
+    with pytest.raises(ConfigError, match=r"cannot be combined with --resume-from"):
         TrainConfig(resume="never", resume_from="x")
 
 
@@ -264,7 +266,7 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
     new = lambda **changes: changed(tmp_path / "new", train__init_from=str(base.folder), **changes)
     with pytest.raises(ConfigError, match=r"--init-from \S+nothing: no run with checkpoints there"):
         run(changed(tmp_path / "new", train__init_from=str(tmp_path / "nothing")), quiet=True)
-    with pytest.raises(ConfigError, match=r"--init-step 3: no such checkpoint there; it has 2, 4, 6"):
+    with pytest.raises(ConfigError, match=r"--init-step 3: no such checkpoint; checkpoints of that run: 2, 4, 6"):
         run(new(train__init_step=3), quiet=True)
     damaged = shutil.copytree(base.folder, tmp_path / "damaged")
     for path in (damaged / "checkpoints" / "4" / "state").glob("_METADATA"):
@@ -282,7 +284,9 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
         new(train__resume_from=str(base.folder))
     with pytest.raises(ConfigError, match=r"--init-step .*--init-from"):
         changed(tmp_path / "new", train__init_step=3)
-    with pytest.raises(ConfigError, match=r"--resume-from \S+ is at step 6 already, and --total-steps is 6; .* --init-from"):
+    with pytest.raises(
+        ConfigError, match=r"--resume-from \S+ has already reached step 6, and --total-steps is 6; .* --init-from"
+    ):
         run(changed(tmp_path / "new", train__resume_from=str(base.folder)), quiet=True)
     assert not [path for path in (tmp_path / "new").rglob("*") if path.is_file() and path.parent.name != "checkpoints"]
 

@@ -130,16 +130,16 @@ def test_a_finished_run_takes_no_step_and_says_so(unbroken, capsys):
 
 
 def test_another_model_in_a_used_folder_is_refused_by_name(unbroken):
-    with pytest.raises(ConfigError, match=r"holds another run: model\.ffn \(64 there, 32 now\)"):
+    with pytest.raises(ConfigError, match=r"holds another run: model\.ffn \(64 in that run, 32 in this command\)"):
         at(unbroken.folder, small.config(model__ffn=32))
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"data__seq_len": 64}, r"data\.seq_len \(32 there, 64 now\)"),
-        ({"train__seed": 5}, r"train\.seed \(0 there, 5 now\)"),
-        ({"data__batch_size": 16}, r"batch-size x grad-accum \(8 there, 16 now\)"),
+        ({"data__seq_len": 64}, r"data\.seq_len \(32 in that run, 64 in this command\)"),
+        ({"train__seed": 5}, r"train\.seed \(0 in that run, 5 in this command\)"),
+        ({"data__batch_size": 16}, r"batch-size x grad-accum \(8 in that run, 16 in this command\)"),
     ],
 )
 def test_a_continued_run_must_read_on_where_it_stopped(unbroken, change, named):

@@ -194,9 +194,11 @@ def test_a_run_that_starts_from_another_one_takes_its_data(tmp_path, monkeypatch
 
 
 def test_weights_of_another_shape_are_refused_before_anything_is_made(other, tmp_path):
-    for changes, named in (({"width": 48}, "model.width 24 there, 48 now; leave out --model-width"),
-                           ({"layers": 3, "nash_iterations": 7}, "model.layers 2 there, 3 now; leave out --model-layers"),
-                           ({"qk_norm": False}, "model.qk_norm True there, False now; leave out --model-qk-norm")):  # fmt: skip
+    for changes, named in (
+        ({"width": 48}, "model.width (24 in that run, 48 in this command); leave out --model-width"),
+        ({"layers": 3, "nash_iterations": 7}, "model.layers (2 in that run, 3 in this command); leave out --model-layers"),
+        ({"qk_norm": False}, "model.qk_norm (True in that run, False in this command); leave out --model-qk-norm"),
+    ):
         cfg = dataclasses.replace(OTHER, model=dataclasses.replace(OTHER.model, **changes))
         train_ = dataclasses.replace(cfg.train, init_from=str(other), checkpoint_dir=str(tmp_path / "new"))
         with pytest.raises(ConfigError) as refused:
@@ -260,6 +262,6 @@ def test_a_folder_that_another_tokenizer_has_prepared_is_refused_in_words(tmp_pa
     save_tokenizer(tmp_path / "tok")
     write_jsonl(tmp_path / "a.jsonl", stories(30))
     prepared(Path("data"), "a.jsonl", load_tokenizer("tok"), align=16, seq_len=64)
-    with pytest.raises(ConfigError, match=r"another tokenizer, of 271 tokens there, 257 now") as refused:
+    with pytest.raises(ConfigError, match=r"another tokenizer, of 271 tokens in that folder, 257 in this command") as refused:
         prepared(Path("data"), "a.jsonl", ByteTokenizer(), align=16, seq_len=64)
     assert not re.search(r"[{}']|fingerprint", str(refused.value))

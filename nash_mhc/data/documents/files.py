@@ -91,7 +91,7 @@ def _parse_extensions(text: str) -> frozenset[str]:
     """Parse `.md,py` to .md and .py."""
     words = [word.strip().lower() for word in text.replace(" ", ",").split(",") if word.strip()]
     if not words or any(not word.strip(".") or set(word) & set("/*?") for word in words):
-        raise ConfigError(f"--extensions {text!r}: must be file extensions, such as .md,.py")
+        raise ConfigError(f"--extensions {text!r}: must be comma-separated file extensions, such as .md,.py")
     return frozenset("." + word.lstrip(".") for word in words)
 
 
@@ -112,7 +112,7 @@ def find_files(dataset: str, extensions: str | None = None) -> tuple[list[Path],
         return [path], {}
     if not path.is_dir():
         if not (files := [file for name in glob.glob(dataset, recursive=True) if (file := Path(name)).is_file()]):
-            raise ConfigError(f"--dataset {dataset}: no file matches")
+            raise ConfigError(f"--dataset {dataset}: no file matches; check the path and the pattern")
         return sorted(files, key=Path.as_posix), {}
     hidden = lambda file: any(part.startswith(".") for part in file.relative_to(path).parts)
     present = [file for file in path.rglob("*") if not hidden(file) and not file.is_dir()]
@@ -125,7 +125,7 @@ def find_files(dataset: str, extensions: str | None = None) -> tuple[list[Path],
     if not files:
         found = f"; it has {counted_endings(left_out)}" if left_out else ""
         remedy = "name the extensions of its text files with --extensions" if left_out else "check the path"
-        raise ConfigError(f"--dataset {dataset}: no file with text in this folder{found}; {remedy}")
+        raise ConfigError(f"--dataset {dataset}: no text files in this folder{found}; {remedy}")
     return sorted(files, key=Path.as_posix), left_out
 
 
@@ -148,7 +148,7 @@ class Columns(NamedTuple):
         for name in self.needed:
             if name not in names:
                 remedy = "--format requires it" if self.is_record else "name the text column with --text-field"
-                raise ConfigError(f"{where}: no column {name!r}, there are {', '.join(names) or 'none'}; {remedy}")
+                raise ConfigError(f"{where}: no column {name!r} (columns: {', '.join(names) or 'none'}); {remedy}")
         return [*self.needed, *(name for name in self.optional if name in names)]
 
     def pick(self, document: Any, where: str) -> Any:
@@ -300,4 +300,6 @@ def _read_registered(number: int, path: Path, file: io.BufferedReader, columns: 
     except (OSError, ConfigError):
         raise
     except Exception as error:  # user code may raise anything
-        raise ConfigError(f"{path}: its format cannot read document {row + 1} ({type(error).__name__}: {error})") from error
+        raise ConfigError(
+            f"{path}: the reader of this format failed at document {row + 1} ({type(error).__name__}: {error})"
+        ) from error

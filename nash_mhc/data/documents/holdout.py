@@ -59,7 +59,7 @@ def survey(documents: Iterable[tuple[int, int]], fraction: float, test: float = 
         if len(sizes) >= min(math.ceil(_ENOUGH / min(shares)), _MOST_SURVEYED):
             return by_share(fraction, test)
     if test and len(sizes) <= len(shares):
-        parts = f"{len(sizes)} different documents cannot be split into {len(shares) + 1} parts"
+        parts = f"{len(sizes)} different documents cannot be divided into {len(shares) + 1} splits"
         raise ConfigError(f"--test-fraction {test:g}: {parts}; leave it out, or add documents")
     if len(sizes) < 2:
         return dataclasses.replace(by_share(fraction), by_piece=bool(fraction))

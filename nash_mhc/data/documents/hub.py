@@ -38,14 +38,14 @@ class Hub(Corpus):
             self._open(cfg)
             if self.splits and cfg.split not in self.splits:
                 present = ", ".join(self.splits)
-                raise ConfigError(f"--dataset {name}: no split {cfg.split!r}, there are {present}; choose one with --split")
+                raise ConfigError(f"--dataset {name}: no split {cfg.split!r} (splits: {present}); choose one with --split")
             columns = self._stream(cfg.split).column_names if cfg.format == "auto" else None
         except ConfigError:
             raise
         except Exception as error:  # each reader of the library raises its own
             self._check_variant()
             save = f"load_dataset('{name}').save_to_disk(FOLDER)"
-            remedy = f"without network access, run {save} on a machine that has it and use --dataset FOLDER here"
+            remedy = f"without network access, run {save} on another machine and use --dataset FOLDER here"
             problem = f"the datasets library cannot read it ({type(error).__name__}: {first_line(error)})"
             raise Unreachable(f"--dataset {name}: {problem}{'' if self._path else f'; {remedy}'}") from error
         self.format = format_of(cfg, columns)

@@ -104,7 +104,7 @@ class FieldTemplate(NamedTuple):
     def fill(self, record: Any, where: str) -> tuple[Part, ...]:
         """Return the text of a record; ConfigError if a required field is missing or empty."""
         if not isinstance(record, Mapping):
-            raise ConfigError(f"{where}: a value of type {type(record).__name__} instead of an object with fields")
+            raise ConfigError(f"{where}: not an object with fields, but a value of type {type(record).__name__}")
         parts: list[Part] = []
         for section in self.sections:
             values = {name: _value(record.get(name), where, name) for name in section.fields}
@@ -115,7 +115,7 @@ class FieldTemplate(NamedTuple):
                 if empty not in record and (hint := did_you_mean(empty, [str(name) for name in record])):
                     raise ConfigError(f"{where}: no field {empty!r}, which {self.flag} names{hint}")
                 present = ", ".join(map(str, record)) or "none"
-                problem = f"field {empty!r} is empty" if empty in record else f"no field {empty!r}, there are {present}"
+                problem = f"field {empty!r} is empty" if empty in record else f"no field {empty!r} (fields: {present})"
                 raise ConfigError(f"{where}: {problem}; fix or remove the record, or put the field in [ ] in {self.flag}")
             parts += [part if part.is_template else Part(values[part.text]) for part in section.parts]
         return tuple(parts)
@@ -143,25 +143,25 @@ def _parse_template(flag: str, template: str) -> FieldTemplate:
     opened: int | None = None  # position of the [ of the current section
     for text, token, at in _tokens(template):
         if token in ("{", "}"):
-            remedy = f"write {{question}}, or \\{token} for the character"
-            raise error(f"the {token} at character {at + 1} encloses no field name; {remedy}")
+            remedy = f"write a field such as {{question}}, or \\{token} for a literal {token}"
+            raise error(f"the {token} at character {at + 1} does not enclose a field name; {remedy}")
         if token not in ("[", "]"):
             parts.append(Part(text, is_template=token == "text"))
             continue
         if (token == "[") == (opened is not None):
             problem = "is inside another [ ]" if token == "[" else "closes nothing"
-            raise error(f"the {token} at character {at + 1} {problem}; write \\{token} for the character")
+            raise error(f"the {token} at character {at + 1} {problem}; write \\{token} for a literal {token}")
         section = _Section(tuple(parts), token == "]")
         if section.is_optional and not section.fields:
-            raise error(f"the [ ] at character {at + 1} names no field; write \\[ and \\] for the characters")
+            raise error(f"the [ ] at character {at + 1} contains no field; write \\[ and \\] for literal brackets")
         sections.append(section)
         parts, opened = [], at if token == "[" else None
     if opened is not None:
-        raise error(f"the [ at character {opened + 1} is never closed; close it, or write \\[ for the character")
+        raise error(f"the [ at character {opened + 1} is never closed; close it, or write \\[ for a literal [")
     sections.append(_Section(tuple(parts), False))
     parsed = FieldTemplate(flag, tuple(section for section in sections if section.parts))
     if not parsed.needed and not parsed.optional:
-        raise error("names no field; write for example {question} where its text goes")
+        raise error("contains no field; write a field such as {question} where its text goes")
     return parsed
 
 
@@ -193,7 +193,7 @@ def conversation(messages: Sequence[Message], where: str, form: Mapping[str, Any
     is_answer = [role in ANSWERS for role, _ in messages]
     texts = [part.text for role, content in messages for part in (Part(role), *content)]
     mark = next(chr(code) for code in _UNUSED if not any(chr(code) in text for text in texts))
-    # A mark inside the special tokens that a record spells tells them from those that the template spells.
+    # A mark inside the special tokens of a record distinguishes them from those of the template.
     special = _any_of(tuple(form["special"]))
     as_text = lambda text: special.sub(lambda match: f"{match[0][0]}{mark}{match[0][1:]}", text) if special else text
     plain = [
@@ -215,7 +215,7 @@ def conversation(messages: Sequence[Message], where: str, form: Mapping[str, Any
     whole = _render(form, plain, False, where) if not is_answer[-1] else rendered
     if not whole.startswith(rendered):
         problem = "the tokenizer's chat template rewrites the last answer when messages follow"
-        raise ConfigError(f"{where}: {problem}; remove those, or give a --template")
+        raise ConfigError(f"{where}: {problem}; remove those messages, or give a --template")
     # The begin and end tokens are added to every document anyway.
     first = len(form["begin"]) if form["begin"] and whole.startswith(form["begin"]) else 0
     stop = len(whole.rstrip())
@@ -279,7 +279,7 @@ def check_template(template: str) -> str:
     names = re.findall(r"\{(\w*)\}", text)
     if names.count("content") != 1 or set(names) - {"role", "content"}:
         remedy = f"write for example {TEMPLATE!r}, or {TOKENIZER}"
-        raise ConfigError(f"--template {template!r}: must have {{content}} once and may have {{role}}; {remedy}")
+        raise ConfigError(f"--template {template!r}: must contain {{content}} once and may contain {{role}}; {remedy}")
     return text
 
 
@@ -292,7 +292,7 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
     form, score_all = recipe["format"], recipe["loss_on"] == "all"
     if raw.kind == "text":
         if form == "fields":
-            raise ConfigError(f"{file}: --format fields needs records, this is text; leave it out with --extensions .jsonl")
+            raise ConfigError(f"{file}: --format fields needs records, but this is text; exclude it with --extensions .jsonl")
         return [Span((Part(_decode(raw, file)),), True)]
     record = _parse_json(_decode(raw, file), where) if raw.kind == "jsonl" else raw.content
     if form == "text":
@@ -303,7 +303,7 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
         templates = parse_both(recipe["prompt_template"], recipe["response_template"])
         prompt, response = (template.fill(record, where) for template in templates)
         if not any(part.text for part in response):
-            raise ConfigError(f"{where}: --response-template gives no text; fill one of its fields or remove the record")
+            raise ConfigError(f"{where}: --response-template produces no text; fill one of its fields or remove the record")
         if recipe["template"] != TOKENIZER:
             return [span for span in (Span(prompt, score_all), Span(response, True)) if span.text]
         messages: list[Message] = [("user", prompt), ("assistant", response)]
@@ -314,7 +314,9 @@ def spans_of(raw: Raw, file: str, recipe: Mapping[str, Any]) -> list[Span]:
     else:
         messages = _messages(record, where)
     if not score_all and not any(role in ANSWERS for role, _ in messages):
-        raise ConfigError(f"{where}: no message of role {ANSWERS[0]} to learn; remove the record or use --loss-on all")
+        raise ConfigError(
+            f"{where}: no message of role {ANSWERS[0]}, so nothing to train on; remove the record or use --loss-on all"
+        )
     if any(role in ANSWERS and not "".join(part.text for part in content).strip() for role, content in messages):
         return []
     return [span for span in _write(messages, where, recipe) if span.text]
@@ -340,9 +342,9 @@ def _parse_json(text: str, where: str) -> Any:
 
 def _field(record: Any, name: str, where: str, remedy: str) -> Any:
     if not isinstance(record, Mapping):
-        raise ConfigError(f"{where}: a value of type {type(record).__name__} instead of an object with fields; {remedy}")
+        raise ConfigError(f"{where}: not an object with fields, but a value of type {type(record).__name__}; {remedy}")
     if name not in record:
-        raise ConfigError(f"{where}: no field {name!r}, there are {', '.join(map(str, record)) or 'none'}; {remedy}")
+        raise ConfigError(f"{where}: no field {name!r} (fields: {', '.join(map(str, record)) or 'none'}); {remedy}")
     return record[name]
 
 

@@ -152,6 +152,7 @@ def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece], docume
     }
 
 
+_NEAR_DUPLICATES = "near-duplicates of documents in another split (ignoring case, spaces and punctuation)"
 _ASCII_SEPARATORS = bytes(byte for byte in range(128) if not chr(byte).isalnum())
 _SEPARATORS = re.compile(r"[\W_]+")
 
@@ -165,10 +166,7 @@ def near_key(text: str) -> int:
 
 
 def describe_near_duplicates(files: Sequence[Path], names: Sequence[str]) -> str:
-    """Say how many documents of each held-out part are nearly equal to one of another part; empty if none are.
-
-    `names` are those of the parts.
-    """
+    """Return a message with the number of near-duplicates in each held-out split (`names`); empty if there are none."""
     if not files:
         return ""
     keys, parts = np.concatenate([table[table[:, 1] != TRAINED_ON] for table in map(np.load, files)]).T
@@ -183,7 +181,7 @@ def describe_near_duplicates(files: Sequence[Path], names: Sequence[str]) -> str
     in_several = is_in.sum(axis=0)[which] > 1
     counts = [(int((in_several & (parts == part)).sum()), names[part]) for part in PARTS[1:]]
     described = ", ".join(f"{counted(count, 'document')} of {name}" for count, name in counts if count)
-    return f"near-duplicates of another part (but for case, spaces or punctuation): {described}" if described else ""
+    return f"{_NEAR_DUPLICATES}: {described}" if described else ""
 
 
 def with_one_piece_held_out(job: Job, notes: Sequence[dict[str, Any]]) -> Job | None:

@@ -148,7 +148,9 @@ class Manifest:
             if values["version"] < VERSION:
                 raise OlderForm(folder, values)
             if values["version"] > VERSION:
-                raise ConfigError(f"{folder / FILE}: form {values['version']}, not {VERSION}; update nash_mhc, or {_AGAIN}")
+                raise ConfigError(
+                    f"{folder / FILE}: has format version {values['version']}, not {VERSION}; update nash_mhc, or {_AGAIN}"
+                )
             return Manifest.from_dict(values)
 
 
@@ -187,7 +189,7 @@ def check_files(folder: Path, expected: dict[str, tuple[int | None, str]]) -> No
     digests = digests_of_files(folder / name for name in expected)
     for (name, (_, digest)), found_digest in zip(expected.items(), digests, strict=True):
         if digest != found_digest:
-            raise Damaged(f"{folder / name}: its content has changed since it was prepared; {remedy}")
+            raise Damaged(f"{folder / name}: the content has changed since preparation; {remedy}")
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class Records:
             number, row = self.locate(index)
             file = self._open(number)  # a local reference: the cache may drop it while another thread reads
             if os.preadv(file.number, [buffer[at]], row * self.size) != self.size:
-                raise Damaged(f"{self.place(index)}: the file is truncated; prepare it again")
+                raise Damaged(f"{self.place(index)}: the file is truncated; prepare the data again")
         return buffer
 
 
@@ -287,7 +289,7 @@ class PreparedRows(RowSource):
             present = " and ".join(name for name in splits if splits[name].rows) or "none"
             kind = NothingHeldOut if split == recipe["eval_split"] and not recipe["validation_fraction"] else ConfigError
             remedy = "add text, lower --seq-len, raise --validation-fraction or choose another split"
-            raise kind(f"--dataset {self.name}: has no rows of split {split!r}, there is {present}; {remedy}")
+            raise kind(f"--dataset {self.name}: has no rows of split {split!r} (splits: {present}); {remedy}")
         self.identity, self.held_out = self.manifest.identity, "; ".join(self.manifest.notes)
         self.form = RowFormat(recipe["seq_len"], recipe["tokenizer"]["vocab_size"], recipe["tokenizer"]["end"])
         self.shards = splits[split].shards
@@ -312,5 +314,7 @@ class PreparedRows(RowSource):
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
             problem = f"token {stored.tokens[row].max()} is outside the vocabulary of {self._vocab_size}"
-            raise ConfigError(f"{self.records.place(int(indices[row]))}: {problem}; prepare it with the run's --tokenizer")
+            raise ConfigError(
+                f"{self.records.place(int(indices[row]))}: {problem}; prepare the data with the run's --tokenizer"
+            )
         return unpack(stored, self.form.end)

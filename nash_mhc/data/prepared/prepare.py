@@ -86,17 +86,17 @@ def _existing(out: Path, recipe: Recipe, corpus: Corpus) -> Manifest | None:
     """Return the manifest of data prepared by the same recipe; None if there is none, ConfigError for other data."""
     if not (out / FILE).exists():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"--out {out}: already exists and holds no prepared data; choose another folder")
+            raise ConfigError(f"--out {out}: already exists, but is not prepared data; choose another folder")
         return None
     try:
         manifest = Manifest.read(out)
     except OlderForm as older:
         # Later versions read more kinds of text files, so the content may differ, but all old files must be present.
         if older.recipe.get("content") != recipe["content"] and not {*older.files} < {*corpus.files}:
-            raise ConfigError(f"{out}: holds other data; choose another --out, or remove it first") from None
+            raise ConfigError(f"{out}: contains other data; choose another --out, or remove the folder first") from None
         return None
     if manifest.recipe != recipe:
-        raise ConfigError(f"{out}: holds other data ({_difference(manifest.recipe, recipe)}); choose another --out")
+        raise ConfigError(f"{out}: contains other data ({_difference(manifest.recipe, recipe)}); choose another --out")
     return manifest
 
 
@@ -117,7 +117,7 @@ def _make_shards(
     if (other := with_one_piece_held_out(job, notes)) is not None:
         job, notes = other, _run_chunks(other, corpus, workers, report)
     if not any(note["splits"] for note in notes):
-        raise ConfigError(f"{corpus.names[0]}: the data has no document with text; check --dataset")
+        raise ConfigError(f"{corpus.names[0]}: no document with text; check --dataset")
     splits: dict[str, Split] = {}
     for name in sorted({name for note in notes for name in note["splits"]}):
         parts = [note["splits"][name] for note in notes if name in note["splits"]]
@@ -223,9 +223,10 @@ def _difference(before: Recipe, now: Recipe) -> str:
     long = {
         "content": "other content",
         "chat_form": "another chat template",
-        "tokenizer": f"another tokenizer, of {sizes[0]:,} tokens there, {sizes[1]:,} now",
+        "tokenizer": f"another tokenizer, of {sizes[0]:,} tokens in that folder, {sizes[1]:,} in this command",
     }
-    return ", ".join(long.get(key, f"{key} {before.get(key)} there, {now.get(key)} now") for key in changed)
+    both = lambda key: f"{key} {before.get(key)} in that folder, {now.get(key)} in this command"
+    return ", ".join(long.get(key) or both(key) for key in changed)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def _record(manifest: Manifest, tokens: int, temperatures: int) -> np.dtype:
 def read_teacher_json(folder: Path) -> dict[str, Any]:
     """Return the content of teacher.json; ConfigError if there is none or it is damaged."""
     if not (folder / FILE).exists():
-        raise ConfigError(f"--dataset {folder}: is no teacher's cache; {_HOW}")
+        raise ConfigError(f"--dataset {folder}: contains no teacher logits; {_HOW}")
     about = read_json(folder / FILE, _AGAIN, Damaged)
     with reading(folder / FILE, _AGAIN, Damaged):
         check_types(about, rows=str, top_k=int, temperatures=list, files=dict)
@@ -94,14 +94,14 @@ class CachedRows(PreparedRows):
         super().__init__(folder, split, vocab_size=vocab_size, name=name)
         about = read_teacher_json(folder)
         if about["rows"] != self.manifest.identity:
-            raise ConfigError(f"--dataset {self.name}: its text has changed since the teacher read it; {_HOW}")
+            raise ConfigError(f"--dataset {self.name}: the text has changed since the teacher read it; {_HOW}")
         self.random = int(about.get("random", 0))
         self.random_vocab = int(about.get("vocab_size", 0))  # size of the vocabulary that the random tokens are from
         if temperature not in about["temperatures"]:
             known = ", ".join(f"{t:g}" for t in about["temperatures"])
             raise ConfigError(
-                f"--distill-temperature {temperature:g}: the cache {self.name} was made for {known}; choose one of them, or "
-                "make it again with --temperatures"
+                f"--distill-temperature {temperature:g}: the cache {self.name} was made for {known}; choose one of these, or "
+                "create the cache again with --temperatures"
             )
         seq_len, tokens = self.form.seq_len, int(about["top_k"]) + self.random
         self.extras: Extras = {
@@ -137,7 +137,7 @@ def check_disk_space(folder: Path, needed: int) -> None:
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(folder).free) + written < needed:
             raise ConfigError(
-                f"--out {folder}: needs {needed / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB are free; lower --top-k or "
+                f"--out {folder}: needs {needed / 1e9:,.1f} GB, but only {free / 1e9:,.1f} GB are free; lower --top-k or "
                 "--max-documents"
             )
 
@@ -181,8 +181,8 @@ def _begin(folder: Path, about: dict[str, Any]) -> None:
             before = json.loads(path.read_text())
             if changed := [name for name in {**about, **before} if name != "files" and before.get(name) != about.get(name)]:
                 raise ConfigError(
-                    f"--out {folder}: holds a cache with another {changed[0].replace('_', ' ')}; choose another folder or "
-                    "remove it"
+                    f"--out {folder}: contains a cache with another {changed[0].replace('_', ' ')}; choose another folder, "
+                    "or remove this one"
                 )
     write_file(partial, json.dumps(about).encode())
 

@@ -42,7 +42,7 @@ class Link(NamedTuple):
 def _flags(where: str, settings: Any, others: tuple[str, ...] = ()) -> list[str]:
     """Return `total_steps: 300` as `--total-steps 300`; ConfigError for unknown keys."""
     if not isinstance(settings, dict):
-        raise ConfigError(f"{where}: must hold keys and values, such as total_steps: 300")
+        raise ConfigError(f"{where}: must contain keys and values, such as total_steps: 300")
     words: list[str] = []
     for name, value in settings.items():
         if not isinstance(value, str | int | float | None) or (isinstance(value, int) and abs(value) >= 2**63):
@@ -64,11 +64,11 @@ def read_chain(file: Path, out: Path) -> list[Link]:
     """Return the commands of a chain, checked; ConfigError names the place in the file."""
     chain = values_of(str(file))
     if not isinstance(chain, dict) or not isinstance(chain.get("stages"), list) or not chain["stages"]:
-        raise ConfigError(f"{file}: must have a list of stages; see recipes/kd-qat-2bit.yaml")
+        raise ConfigError(f"{file}: must contain a list of stages; see recipes/kd-qat-2bit.yaml")
     if unknown := [name for name in chain if name not in _KEYS]:
         raise ConfigError(f"{file}: unknown key {unknown[0]}{name_hint(str(unknown[0]), _KEYS)}")
     if not isinstance(student := chain.get("student", {}), dict):
-        raise ConfigError(f"{file}: student: must hold keys and values of a run")
+        raise ConfigError(f"{file}: student: must contain keys and values of a run")
     links: list[Link] = []
     folders: dict[str, Path] = {}
     if isinstance(given := chain.get(TEACHER, {}), str):
@@ -90,7 +90,7 @@ def read_chain(file: Path, out: Path) -> list[Link]:
             raise ConfigError(f"{where}: name {name!r} must be a unique folder name")
         origin = stage.get("from", previous)
         if not isinstance(origin, str) or (origin != "fresh" and origin not in folders):
-            raise ConfigError(f"{where}: from {origin}{name_hint(str(origin), ['fresh', *folders])}")
+            raise ConfigError(f"{where}: from {origin}: no such stage{name_hint(str(origin), ['fresh', *folders])}")
         given = {"dataset": str(out / CACHE)} | student | settings
         if origin != "fresh":
             given["init_from"] = str(folders[origin])
@@ -113,7 +113,7 @@ def _named(value: Any, folders: dict[str, Path], file: Path) -> list[str]:
     names = value if isinstance(value, list) else [] if value is None else [value]
     for name in names:
         if not isinstance(name, str) or name not in folders:
-            raise ConfigError(f"{file}: pack {name}{name_hint(str(name), folders)}")
+            raise ConfigError(f"{file}: pack {name}: no such stage{name_hint(str(name), folders)}")
     return names
 
 

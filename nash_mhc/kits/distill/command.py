@@ -22,21 +22,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 ABOUT = {
-    "cache": "a teacher reads a dataset once; its top-k logits are stored for train --objective distill",
-    "chain": "runs a teacher, its cache and stages of a student from a file such as recipes/kd-qat-2bit.yaml",
+    "cache": "run a teacher over a dataset and store its top-k logits for train --objective distill",
+    "chain": "train a teacher, cache its logits and train the stages of a student, as listed in a YAML file",
 }
 USAGE = f"python -m nash_mhc.distill {' | '.join(ABOUT)} ..."
 
 
 def cache_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--teacher", type=run_path, metavar="DIR", help="run directory or Hugging Face folder (required)")
-    group.add_argument("--teacher-step", type=int, metavar="INT", help="checkpoint of the teacher [the run's final one]")
+    group.add_argument("--teacher-step", type=int, metavar="INT", help="checkpoint of the teacher [its final one]")
     group.add_argument(
-        "--out", type=local_path, metavar="DIR", help="folder to create, with the sequences and the teacher's logits (required)"
+        "--out", type=local_path, metavar="DIR", help="folder to create for the sequences and the teacher's logits (required)"
     )
-    group.add_argument("--top-k", type=int, default=128, metavar="K", help="top-k logits to cache per position [128]")
-    group.add_argument("--random", type=int, default=0, metavar="R", help="random other tokens per position [0]")
-    group.add_argument("--temperatures", default="1", metavar="T,T", help="temperatures that students may use [1]")
+    group.add_argument("--top-k", type=int, default=128, metavar="K", help="number of top-k logits to cache per position [128]")
+    group.add_argument(
+        "--random", type=int, default=0, metavar="R", help="number of random other tokens to cache per position [0]"
+    )
+    group.add_argument("--temperatures", default="1", metavar="T,T", help="softmax temperatures that students may use [1]")
 
 
 def _settings(own: argparse.Namespace, batch_size: int, vocab_size: int) -> CacheSettings:
@@ -56,18 +58,19 @@ def _settings(own: argparse.Namespace, batch_size: int, vocab_size: int) -> Cach
     top_k = min(own.top_k, vocab_size)
     if own.random and top_k == vocab_size:
         raise ConfigError(
-            f"--random {own.random}: --top-k {own.top_k} has all {vocab_size} tokens; leave out --random or lower --top-k"
+            f"--random {own.random}: --top-k {own.top_k} covers all {vocab_size} tokens; leave out --random or lower --top-k"
         )
     return CacheSettings(top_k, own.random, temperatures, batch_size)
 
 
 def cache_command(argv: Sequence[str]) -> int:
-    parsed = parse(argv, prog="python -m nash_mhc.distill cache", own=cache_flags)
+    examples = ("--teacher runs/teacher --dataset notes/ --out data/notes-teacher",)
+    parsed = parse(argv, prog="python -m nash_mhc.distill cache", own=cache_flags, examples=examples)
     if shown(parsed):
         return 0
     cfg, own = parsed.config, parsed.own
     logs.configure(cfg.telemetry.log_level)
-    for flag, value, example in (("--teacher", own.teacher, "runs/teacher"), ("--out", own.out, "data/taught")):
+    for flag, value, example in (("--teacher", own.teacher, "runs/teacher"), ("--out", own.out, "data/stories-teacher")):
         if not value:
             raise ConfigError(f"{flag} is missing; name a folder, such as {flag} {example}")
     out = Path(own.out).expanduser()
@@ -130,23 +133,23 @@ def _prepare(cfg: DataConfig, alignment: int, loaded: Any, out: Path, has_tokeni
     tokenizer, dataset = loaded.tokenizer, Path(cfg.dataset)
     align = math.lcm(alignment, loaded.config.model.alignment)
     if has_tokenizer and load_tokenizer(cfg.tokenizer).fingerprint != tokenizer.fingerprint:
-        raise ConfigError(f"--tokenizer {cfg.tokenizer}: is not the teacher's; leave it out")
+        raise ConfigError(f"--tokenizer {cfg.tokenizer}: is not the teacher's tokenizer; leave it out")
     if (dataset / FILE).exists():
         recipe = Manifest.read(dataset).recipe
         if recipe["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
             raise ConfigError(
-                f"--dataset {dataset}: was prepared with another tokenizer than the teacher's; prepare it with the teacher's"
+                f"--dataset {dataset}: was prepared with another tokenizer than the teacher's; prepare it again with that one"
             )
         if recipe["align"] % loaded.config.model.alignment:
             raise ConfigError(
-                f"--dataset {dataset}: its documents start at multiples of {recipe['align']}, the teacher needs "
+                f"--dataset {dataset}: its documents start at multiples of {recipe['align']}, but the teacher needs "
                 f"{loaded.config.model.alignment}; prepare it again for the teacher"
             )
         if not (out / FILE).exists():
             with new_folder(out) as part:
                 shutil.copytree(dataset, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.teacher*", "teacher*.json"))
         elif Manifest.read(out).identity != Manifest.read(dataset).identity:
-            raise ConfigError(f"--out {out}: holds rows that are not from --dataset {dataset}; choose another folder")
+            raise ConfigError(f"--out {out}: contains rows that are not from --dataset {dataset}; choose another folder")
         return
     corpus = open_corpus(cfg)
     with progress(f"preparing {cfg.dataset}") as watch:
@@ -155,9 +158,11 @@ def _prepare(cfg: DataConfig, alignment: int, loaded: Any, out: Path, has_tokeni
 
 def chain_command(argv: Sequence[str]) -> int:
     parser = OneLineParser(prog="python -m nash_mhc.distill chain", allow_abbrev=False, description=ABOUT["chain"])
-    parser.add_argument("file", type=local_path, metavar="FILE", help="YAML: teacher, cache, student, stages, pack")
     parser.add_argument(
-        "--out", type=local_path, metavar="DIR", required=True, help="output folder; the same command resumes there"
+        "file", type=local_path, metavar="FILE", help="YAML file of the chain, such as recipes/kd-qat-2bit.yaml"
+    )
+    parser.add_argument(
+        "--out", type=local_path, metavar="DIR", required=True, help="output folder; the same command resumes a chain in it"
     )
     args = parser.parse_strictly(argv, "the folder is --out {word}")
     from nash_mhc.kits.distill.chain import read_chain, results, run_chain, show
@@ -176,7 +181,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"cache": cache_command, 
 
 def main() -> int:
     if not sys.argv[1:]:
-        raise ConfigError(f"no command is given; usage: {USAGE}")
+        raise ConfigError(f"no command given; usage: {USAGE}")
     if (chosen := chosen_command(ABOUT, USAGE)) is None:
         return 0
     command, argv = chosen

@@ -46,9 +46,11 @@ class Teachers(OpenFeed):
         self._online: dict[str, OnlineTeacher] = {}
         self.described = f"the model in --distill-teacher {d.teacher}" if d.teacher else ""
         if d.layers and d.teacher is None:
-            raise ConfigError("--distill-layers: a cache has no layers; name a model with --distill-teacher")
+            raise ConfigError(
+                "--distill-layers: a cache contains no layer outputs; set an online teacher with --distill-teacher"
+            )
         if d.anchor and train.init_from is None:
-            raise ConfigError("--distill-anchor: needs an initial model; name one with --init-from")
+            raise ConfigError("--distill-anchor: needs an initial model; set one with --init-from")
         make = functools.partial(
             OnlineTeacher, d=d, student=student, data=data, tokenizer=tokenizer, mesh=mesh,
             student_is_fixed=train.init_from is not None,

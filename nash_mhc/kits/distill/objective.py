@@ -27,7 +27,7 @@ def distilled(
     """
     teacher, initial = (batch.extras.get(name) for name in ("teacher", "anchor"))
     if teacher is None:
-        raise ConfigError("--objective distill: the batches have no teacher's logits; name a cache with --dataset")
+        raise ConfigError("--objective distill: the batches contain no teacher logits; give a cache with --dataset")
     x_BTD, report = model.hidden(
         batch.inputs, batch.segments, dataclasses.replace(execution, captures=("layer_output",) if layers else ())
     )

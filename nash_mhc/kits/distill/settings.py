@@ -13,25 +13,28 @@ class DistillConfig(Section):
     section, prefixed, of_objective = "distill", True, "distill"
     about = "distillation from a cached or online teacher (--objective distill)"
 
-    temperature: float = key(1.0, "softmax temperature; a cache must have been made for it", above=0)
-    text: float = key(0.0, "share of the loss that is the text's cross-entropy", low=0, high=1)
-    hard: float = key(0.0, "share of the loss that is the cross-entropy of the teacher's top-1 token", low=0, high=1)
+    temperature: float = key(1.0, "softmax temperature; must be one of those that the cache was made for", above=0)
+    text: float = key(0.0, "weight of the cross-entropy of the text, as a fraction of the loss", low=0, high=1)
+    hard: float = key(
+        0.0, "weight of the cross-entropy of the teacher's most likely token, as a fraction of the loss", low=0, high=1
+    )
     teacher: str | None = key(
-        None, "online teacher that reads every batch, instead of a cache: a run directory or Hugging Face folder",
+        None, "run directory or Hugging Face folder of an online teacher, which reads every batch (instead of a cache)",
         path=True, remote=True, model_folder=True,
     )  # fmt: skip
-    top_k: int = key(128, "top-k logits that an online teacher gives per position", low=1)
+    top_k: int = key(128, "number of top-k logits per position from an online teacher", low=1)
     random: int = key(
-        0, "random other tokens per position from an online teacher; a cache has its own (distill cache --random)", low=0
+        0, "number of random other tokens per position from an online teacher (for a cache: distill cache --random)", low=0
     )
     layers: float = key(
         0.0,
-        "share of the loss that is the distance of the layers' outputs from the teacher's; needs --distill-teacher",
+        "weight of the distance between layer outputs of student and teacher, as a fraction of the loss; needs "
+        "--distill-teacher",
         low=0,
         high=1,
     )
     anchor: float = key(0.0, "weight of the divergence from the initial model (--init-from)", low=0)
-    renormalised: bool = key(False, "softmax over the cached tokens alone: biased, for comparison")
+    renormalised: bool = key(False, "softmax over only the cached tokens, which is biased (for comparison)")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -85,7 +85,7 @@ def check_random_vocab(subject: str, random_vocab: int, vocab_size: int, *, is_f
     """
     if random_vocab != vocab_size:
         raise ConfigError(
-            f"{subject}: its random tokens are from a vocabulary of {random_vocab}, the model has {vocab_size}; "
+            f"{subject}: the random tokens are from a vocabulary of {random_vocab}, but the model has {vocab_size}; "
             + (remedy if is_fixed else f"set --model-vocab-size {random_vocab}, or {remedy}")
         )
 
@@ -112,14 +112,15 @@ class OnlineTeacher:
         own = config_of(name, flag).model
         if student.alignment % own.alignment:
             raise ConfigError(
-                f"{flag} {name}: its documents start at multiples of {own.alignment}, the student's at multiples of "
+                f"{flag} {name}: documents start at multiples of {own.alignment}, but the student's start at multiples of "
                 f"{student.alignment}; use a cache instead (python -m nash_mhc.distill cache)"
             )
         sizes, wanted = ([getattr(model, key, None) for key in ("layers", "width")] for model in (own, student))
         if layers and (None in sizes or sizes != wanted):
             raise ConfigError(
-                f"--distill-layers: {name} has {sizes[0]} layers of width {sizes[1]}, the student {wanted[0]} of {wanted[1]}; "
-                "leave it out, or make them equal"
+                f"--distill-layers: {name} has {sizes[0]} layers of width {sizes[1]}, but the student has {wanted[0]} of "
+                f"width {wanted[1]}; "
+                "leave out --distill-layers, or use equal shapes"
             )
         remedy = "leave out --distill-random"
         if d.random:
@@ -130,10 +131,10 @@ class OnlineTeacher:
         self.identity = digest_of({k: v for k, v in record.items() if k != "folder"})  # a moved folder is the same teacher
         self._loaded = load(name, step, mesh=mesh)
         if self._loaded.tokenizer.fingerprint != tokenizer.fingerprint:
-            raise ConfigError(f"{flag} {name}: its tokenizer is not {data.tokenizer}; give both the same")
+            raise ConfigError(f"{flag} {name}: the tokenizer is not {data.tokenizer}; use the same tokenizer for both")
         if d.random and d.top_k >= tokenizer.vocab_size:
             raise ConfigError(
-                f"--distill-random {d.random}: --distill-top-k {d.top_k} has all {tokenizer.vocab_size} tokens; {remedy}"
+                f"--distill-random {d.random}: --distill-top-k {d.top_k} covers all {tokenizer.vocab_size} tokens; {remedy}"
             )
         self._mesh, self._layers = mesh, layers
         self._options: dict[str, Any] = {

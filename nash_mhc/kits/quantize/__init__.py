@@ -1,9 +1,10 @@
-"""Quantization-aware training with 2 to 4 bits, and model folders that hold nothing but those bits."""
+"""Quantization-aware training with 2 to 4 bits, and packed model folders."""
 
 from nash_mhc.config.kits import HubCommand, Kit
 
 _PACK = HubCommand(
-    "Write a run with quantized weights to a folder that stores only their bits.", "nash_mhc.kits.quantize.packed:main"
+    "Write a run with quantized weights to a folder that stores only the quantized values and their scales.",
+    "nash_mhc.kits.quantize.packed:main",
 )
 
 KIT = Kit(

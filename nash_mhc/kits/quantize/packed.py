@@ -53,11 +53,14 @@ def main(argv: Sequence[str]) -> int:
     """Run `python -m nash_mhc.hub pack`."""
     parser = OneLineParser(prog="python -m nash_mhc.hub pack", allow_abbrev=False)
     parser.add_argument(
-        "folder", type=run_path, metavar="DIR", help="run directory of a run with --quantize, or of LoRA on one"
+        "folder",
+        type=run_path,
+        metavar="DIR",
+        help="directory of a run trained with --quantize, or of a LoRA run on top of one",
     )
     parser.add_argument("--out", type=local_path, metavar="FOLDER", required=True, help="folder to create")
     parser.add_argument("--step", type=int, metavar="INT", help="checkpoint to use (default: the run's final one)")
-    about = "dtype of what is not quantized; float32 is bit-equal to training [float32]"
+    about = "dtype of the weights that are not quantized; float32 reproduces the trained model exactly [float32]"
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help=about)
     logs.add_flag(parser)
     args = parser.parse_strictly(argv, "the folder to create is --out {word}")
@@ -142,7 +145,9 @@ def _about(folder: Path) -> dict[str, Any]:
     about = read_json(folder / ABOUT, _REMEDY)
     with reading(folder / ABOUT, _REMEDY):
         if about["version"] != _VERSION:
-            raise ConfigError(f"{folder / ABOUT}: version {about['version']}, this program reads {_VERSION}; {_REMEDY}")
+            raise ConfigError(
+                f"{folder / ABOUT}: has version {about['version']}, but only version {_VERSION} is supported; {_REMEDY}"
+            )
         check_types(about, weights=dict, config=dict)
         for weight in about["weights"].values():
             check_types(weight, bits=int, inputs=int)

@@ -27,17 +27,24 @@ class QuantizeConfig(Section):
 
     weights: str | None = key(
         None,
-        f"train with quantized weights: {', '.join(PRESETS)}, or bits/rank of MLP and attention, such as 2/32,4/8"
-        f" (rank 0: one scale per group; none: not quantized)",
+        f"train with quantized weights: {', '.join(PRESETS)} (q2a4: 2-bit MLP, 4-bit attention), or bits/rank of the "
+        "scales of MLP,attention, such as 2/32,4/8 (rank 0: one scale per group; none: not quantized)",
         flag="quantize",
     )
-    group: int = key(32, "inputs per scale at rank 0, and for the initial scales of any rank", low=2)
-    levels: str = key("uniform", "quantization levels: evenly spaced, or a learned table", choices=("uniform", "table"))
+    group: int = key(32, "inputs that share a scale at rank 0, and in the initial scales of any rank", low=2)
+    levels: str = key(
+        "uniform", "quantization levels: uniform (evenly spaced) or table (learned)", choices=("uniform", "table")
+    )
     magnitudes: bool = key(False, "split scales into unit vectors and trained magnitudes")
-    rest: float = key(0.0, "freeze magnitudes that move less than this share in 100 steps, twice (0: never)", low=0, high=1)
+    rest: float = key(
+        0.0,
+        "freeze magnitudes whose relative change stays below this in two successive windows of 100 steps (0: never)",
+        low=0,
+        high=1,
+    )
     trains: str = key(
         "both",
-        "weights to train: the quantized ones, their scales, or both with everything else",
+        "what to train: the quantized weights, only their scales, or both and all other parameters",
         choices=("weights", "scales", "both"),
     )
 
@@ -67,7 +74,8 @@ class QuantizeConfig(Section):
             return
         if run.lora.rank:
             raise ConfigError(
-                "--quantize: LoRA needs a base that is already quantized; quantize it in its own run, then name that run with "
+                "--quantize: LoRA needs a base that is already quantized; quantize the base in its own run, then give that "
+                "run as "
                 "--init-from, without --quantize"
             )
         if run.train.matmul_dtype == "float8":

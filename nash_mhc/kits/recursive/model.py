@@ -249,7 +249,7 @@ class Cache(eqx.Module):
 
 def empty_cache(cfg: RecursiveConfig, batch: int, seq_len: int, dtype: Any) -> Cache:
     if not cfg.causal:
-        raise ConfigError("a puzzle model (--no-model-causal) writes no text; use `generate --puzzle CELLS`")
+        raise ConfigError("a puzzle model (--no-model-causal) cannot generate text; use `generate --puzzle CELLS`")
     shape = (cfg.applications * cfg.layers, batch, cfg.heads, seq_len, cfg.head_dim)
     return Cache(jnp.zeros((), jnp.int32), KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)), seq_len)
 

@@ -55,8 +55,8 @@ def fresh_carry(cfg: RunConfig) -> Carry:
     """Return the carry before the first step: every slot is free."""
     if not isinstance(cfg.model, RecursiveConfig) or cfg.model.causal:
         raise ConfigError(
-            "--objective puzzle needs a model that sees the whole grid: --model-kind recursive --no-model-causal, or its "
-            "--model-size sudoku4"
+            "--objective puzzle needs a model that sees the whole grid: --model-kind recursive with --no-model-causal, or "
+            "with the preset --model-size sudoku4"
         )
     A, B, T, D = cfg.train.grad_accum, cfg.data.batch_size, cfg.data.seq_len, cfg.model.width
     zeros = lambda *shape, dtype=jnp.int32: jnp.zeros((A, B, *shape), dtype)
@@ -193,10 +193,10 @@ def solve(loaded: Loaded, text: str) -> str:
     """Solve the puzzle in `text`, one character per cell, and return the grid in lines and the verdict."""
     model, tokenizer = loaded.model, loaded.tokenizer
     if not isinstance(model, Recursive) or model.cfg.causal or not isinstance(tokenizer, CellTokenizer):
-        raise ConfigError("--puzzle: this model writes text; use a run with --objective puzzle")
+        raise ConfigError("--puzzle: this model generates text; use a run with --objective puzzle")
     cells_N, size = tokenizer.encode("".join(text.splitlines())), loaded.config.data.seq_len
     if len(cells_N) != size:
-        raise ConfigError(f"--puzzle: has {len(cells_N)} cells, and this model solves grids of {size}")
+        raise ConfigError(f"--puzzle: has {len(cells_N)} cells, but this model solves grids of {size}")
     dataset = loaded.config.data.dataset
     kind = find_kind(dataset) if is_puzzle(dataset) else kind_of_text(tokenizer.decode(cells_N))
     if kind.symmetry == "sudoku" and (count := int(sudoku.solve(cells_N[None]).solutions[0])) != 1:

@@ -21,21 +21,21 @@ class RecursiveConfig(AttendingConfig):
 
     vocab_size: int = key(256 + 1, "vocabulary size (V); padded to a multiple of 128", low=2)
     width: int = key(128, "width of both states (D)", low=1)
-    layers: int = key(2, "layers of the net", low=1)
+    layers: int = key(2, "number of layers of a net", low=1)
     heads: int = key(8, "attention heads (N)", low=1)
     head_dim: int = key(16, "width of a head (H); even", low=2)
     ffn: int = key(384, "width of the MLP (F)", low=1)
-    nets: int = key(1, "nets: one for both states (TRM) or one each (HRM)", low=1, high=2)
+    nets: int = key(1, "number of nets: 1 for both states (TRM), or 2, one for each (HRM)", low=1, high=2)
     inner_cycles: int = key(3, "updates of the lower state per update of the upper state", low=1)
     outer_cycles: int = key(2, "updates of the upper state per pass", low=1)
-    gradient_cycles: int = key(1, "last outer cycles with a gradient", low=1)
+    gradient_cycles: int = key(1, "number of final outer cycles that are backpropagated through", low=1)
     mixer: str = key(
-        "attention", "sequence mixer: attention, or cells (an MLP over all positions)", choices=("attention", "cells")
+        "attention", "sequence mixer: attention, or cells (an MLP across all positions)", choices=("attention", "cells")
     )
-    causal: bool = key(True, "positions see only earlier ones; false for puzzles, whose cells see each other")
-    cells: int | None = key(None, "positions per sequence, for `mixer cells`", low=2)
-    most_passes: int = key(16, "largest number of passes over a puzzle", low=1)
-    explore: float = key(0.1, "share of puzzles that take a random minimum number of passes", low=0, high=1)
+    causal: bool = key(True, "causal attention; false for puzzles, where all cells attend to each other")
+    cells: int | None = key(None, "number of positions per sequence, for --model-mixer cells", low=2)
+    most_passes: int = key(16, "maximum number of passes over a puzzle", low=1)
+    explore: float = key(0.1, "probability that a puzzle gets a random minimum number of passes", low=0, high=1)
     rope_theta: float = key(10_000.0, "base of the RoPE frequencies", above=0)
     norm_eps: float = key(1e-6, "epsilon of RMSNorm", above=0)
     state_seed: int = key(0, "seed of the initial states of a puzzle", low=0)
@@ -96,7 +96,8 @@ class RecursiveConfig(AttendingConfig):
     def check_rows(self, seq_len: int) -> None:
         if self.cells is not None and seq_len != self.cells:
             raise ConfigError(
-                f"data.seq_len {seq_len}: the model has weights for model.cells {self.cells}; set both to the same number"
+                f"data.seq_len {seq_len}: the model has weights for model.cells {self.cells} positions; set both to the same "
+                "number"
             )
 
 

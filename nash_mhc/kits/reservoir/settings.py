@@ -20,18 +20,19 @@ class ReservoirConfig(AttendingConfig):
     vocab_size: int = key(256 + 1, "vocabulary size (V); padded to a multiple of 128", low=2)
     width: int = key(128, "width of the residual stream (D)", low=1)
     layers: int = key(2, "number of layers (L)", low=1)
-    units: int = key(256, "complex units of a layer's reservoir (N)", low=1)
+    units: int = key(256, "size of a layer's reservoir: number of complex units (N)", low=1)
     ffn: int = key(384, "width of the MLP (F)", low=1)
     unit: str = key(
         "linear",
-        "linear: complex units, parallel over tokens; tanh: pairs of real units in rings, token by token",
+        "type of the units: linear (complex, computed in parallel over tokens) or tanh (pairs of real units in rings, "
+        "computed token by token)",
         choices=("linear", "tanh"),
     )
     ring: int = key(32, "tanh units per ring", low=2)
-    radius: float = key(0.95, "spectral radius of every reservoir; 1 or more never forgets", above=0)
-    leak: float = key(1.0, "leak of the fastest unit: the share of its state replaced per token", above=0, high=1)
+    radius: float = key(0.95, "spectral radius of every reservoir; with 1 or more it never forgets", above=0)
+    leak: float = key(1.0, "leak of the fastest unit: the fraction of its state that each token replaces", above=0, high=1)
     slowest_leak: float = key(0.01, "leak of the slowest unit; the others are spaced geometrically", above=0, high=1)
-    attention_every: int = key(0, "add an attention layer after every this many layers (0: none)", low=0)
+    attention_every: int = key(0, "add an attention layer after every N layers (0: none)", low=0)
     heads: int = key(8, "attention heads", low=1)
     head_dim: int = key(16, "width of a head (H); even", low=2)
     window: int | None = key(None, "attention window in tokens (none: all; every token is cached)", low=1)
@@ -39,7 +40,7 @@ class ReservoirConfig(AttendingConfig):
     ridge_batches: int = key(
         0, "solve for the last readout by ridge regression over this many batches before the first step (0: no)", low=0
     )
-    reservoir_seed: int = key(0, "seed of the frozen random weights, which are in no checkpoint", low=0)
+    reservoir_seed: int = key(0, "seed of the frozen random weights, which checkpoints do not contain", low=0)
     norm_eps: float = key(1e-6, "epsilon of RMSNorm", above=0)
 
     def __post_init__(self) -> None:

@@ -267,7 +267,7 @@ def test_settings_that_do_not_fit_are_refused(teacher, cache, tmp_path):
         assert not (tmp_path / "run").exists()
 
     for asked, message in (
-        ({"layers": 0.5}, "--distill-layers: a cache has no layers"),
+        ({"layers": 0.5}, "--distill-layers: a cache contains no layer outputs"),
         ({"anchor": 0.1}, "--distill-anchor: .*--init-from"),
         ({"teacher": str(tmp_path / "nobody")}, "nobody"),
         ({"teacher": str(teacher), "top_k": 257, "random": 3}, "--distill-random 3: --distill-top-k 257"),
@@ -286,7 +286,7 @@ def test_settings_that_do_not_fit_are_refused(teacher, cache, tmp_path):
     spoilt = shutil.copytree(cache, tmp_path / "spoilt")
     name = next(path for path in spoilt.iterdir() if path.suffix == ".teacher")
     name.write_bytes(bytes([name.read_bytes()[0] ^ 1]) + name.read_bytes()[1:])
-    refused(student(spoilt), f"{name.name}: its content has changed")
+    refused(student(spoilt), f"{name.name}: the content has changed")
     with pytest.raises(ConfigError, match=r"--out .*another top k"):
         cache_command(["--teacher", str(teacher), "--out", str(cache), "--top-k", "3", "--temperatures", "1,2", *DATA])
     info = json.loads((cache / "teacher.json").read_text())

@@ -99,7 +99,7 @@ def test_evaluate_agrees_with_training_and_generate_refuses(solving, monkeypatch
     assert loss == f"{run.evaluation['eval/loss_ema']:.4f}"  # the averaged weights are the run's
     assert {"exact", "exact_stopping", "passes", "accuracy", "exact_after/1"} <= {line[-3] for line in shown if len(line) > 2}
     model = load(run.folder).config.model
-    with pytest.raises(ConfigError, match="writes no text"):
+    with pytest.raises(ConfigError, match="cannot generate text"):
         architecture_of(model).empty_cache(model, 1, 8, "float32")
 
 
@@ -119,7 +119,7 @@ def test_a_given_grid_is_solved_and_checked(solving, monkeypatch, capsys):
     assert verdict == "valid" if right else verdict.startswith("not valid: ")
     assert command("--puzzle", "\n".join(grid[i : i + 4] for i in range(0, 16, 4)))[1] == out  # in lines, too
     for text, says in (
-        ("..2.4", "has 5 cells, and this model solves grids of 16"),
+        ("..2.4", "has 5 cells, but this model solves grids of 16"),
         ("x" * 16, "'x' is not a symbol"),
         ("11" + "." * 14, "no solution"),
         ("." * 16, "more than one solution"),

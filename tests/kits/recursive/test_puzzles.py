@@ -547,7 +547,7 @@ def test_the_rows_of_a_file_are_known_by_its_content(cache: Path, tmp_path: Path
         (["{q},{a}", "{q},1\u4e00{a2}"], "question,answer", ":3: its answer has '\u4e00' in cell 2"),
         (["{q},{a}", "{q},{b}"], "question,answer", ":3: its answer has '2' in cell 1, where the question has '1'"),
         (["{q},{a}", "................,{c}"], "question,answer", ":3: its answer is not a solution"),
-        (["{q},{a}", "{q}"], "question,answer", ":3: has 1 fields, the header 2"),
+        (["{q},{a}", "{q}"], "question,answer", ":3: has 1 fields, but the header has 2"),
         (["{q},{a}"], "question,text", ":1: no column is named answer or solution or solutions (found question, text)"),
         (["{q},{a},{a}"], "question,answer,solution", ":1: more than one column is named answer"),
         ([], "question,answer", ": has no puzzles"),

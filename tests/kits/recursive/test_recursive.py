@@ -142,7 +142,7 @@ def test_it_is_a_language_model_and_refuses_contradicting_settings():
         dataclasses.replace(CFG, mixer="cells", causal=False)
     with pytest.raises(ConfigError, match=r"data.seq_len 256: .* model.cells 16"):
         dataclasses.replace(RUN, model=dataclasses.replace(CFG, cells=16), data=DataConfig(seq_len=256))
-    with pytest.raises(ConfigError, match="writes no text"):
+    with pytest.raises(ConfigError, match="cannot generate text"):
         recursive.empty_cache(dataclasses.replace(CFG, causal=False), 1, 8, jnp.float32)
 
 

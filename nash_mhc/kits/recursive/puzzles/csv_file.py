@@ -146,7 +146,7 @@ def _lines(path: Path, text: TextIO) -> Iterator[_Line]:
             if not record:
                 continue
             if len(record) != len(header):
-                raise _bad_line(path, reader.line_num, f"has {len(record)} fields, the header {len(header)}")
+                raise _bad_line(path, reader.line_num, f"has {len(record)} fields, but the header has {len(header)}")
             yield _Line(reader.line_num, record[question], record[answer])
     except csv.Error as error:
         raise _bad_line(path, reader.line_num, f"is not CSV ({error})") from error
@@ -190,7 +190,7 @@ def _checked(path: Path, kind: Kind, block: list[_Line]) -> tuple[np.ndarray, np
         for name, text in (("question", line.question), ("answer", line.answer)):
             if len(text) != kind.size:
                 other = "the question" if name == "answer" and len(line.question) == kind.size else "the first line"
-                raise _bad_line(path, line.number, f"its {name} has {len(text)} cells, {other} has {kind.size}")
+                raise _bad_line(path, line.number, f"the {name} has {len(text)} cells, but {other} has {kind.size}")
     numbers = np.full(256, _UNKNOWN, np.uint8)
     for symbol, number in kind.tokenizer().numbers.items():
         numbers[ord(symbol)] = number
