@@ -14,7 +14,8 @@ from rich.table import Table
 
 from nash_mhc.config import logs
 from nash_mhc.config.commands import chosen_command, file_to_write, local_path, one_line_errors
-from nash_mhc.config.parsing import Settings, keys, parse, shown
+from nash_mhc.config.kits import deferred
+from nash_mhc.config.parsing import keys, parse, shown
 from nash_mhc.config.schema import ConfigError
 
 ABOUT = {
@@ -77,22 +78,10 @@ def _show(figures: dict[str, Any]) -> None:
     Console().print(table)
 
 
-def _infer(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    from nash_mhc.train.inferred_settings import infer_settings  # imports JAX
-
-    return infer_settings(given, values)
-
-
-def _infer_without_tokenizer(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    from nash_mhc.train.inferred_settings import infer_without_tokenizer
-
-    return infer_without_tokenizer(given, values)
-
-
-def _recorded(folder: str, given: Mapping[str, Any]) -> Settings:
-    from nash_mhc.train.inferred_settings import recorded_settings
-
-    return recorded_settings(folder, given)
+# These import JAX, so only after parsing the flags.
+_infer = deferred("nash_mhc.train.inferred_settings:infer_settings")
+_infer_without_tokenizer = deferred("nash_mhc.train.inferred_settings:infer_without_tokenizer")
+_recorded = deferred("nash_mhc.train.inferred_settings:recorded_settings")
 
 
 def _check_flags(command: str, given: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import functools
 import importlib
 import os
 import pkgutil
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -158,6 +158,15 @@ def load(reference: str) -> Any:
     """Import and return an absolute "module:attribute"."""
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def deferred(reference: str) -> Callable[..., Any]:
+    """Return a function that imports an absolute "module:function" when it is called, and calls it."""
+
+    def call(*args: Any) -> Any:
+        return load(reference)(*args)
+
+    return call
 
 
 def nicknames() -> dict[str, str]:

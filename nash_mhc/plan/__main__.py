@@ -13,7 +13,8 @@ from typing import Any
 
 from nash_mhc.config import logs
 from nash_mhc.config.commands import file_to_write, local_path, module_command, one_line_errors
-from nash_mhc.config.parsing import Parsed, Settings, as_flags, parse, shown
+from nash_mhc.config.kits import deferred
+from nash_mhc.config.parsing import Parsed, as_flags, parse, shown
 from nash_mhc.config.schema import ConfigError
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
@@ -87,19 +88,9 @@ def _advice(parsed: Parsed, cfg: Any, machine: Any, smallest: Any) -> str:
     return "\n".join(lines)
 
 
-# Imports of JAX are deferred until the flags are parsed.
-
-
-def _infer(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    from nash_mhc.train.inferred_settings import infer_without_tokenizer
-
-    return infer_without_tokenizer(given, values)
-
-
-def _recorded(folder: str, given: Mapping[str, Any]) -> Settings:
-    from nash_mhc.train.inferred_settings import recorded_settings
-
-    return recorded_settings(folder, given)
+# These import JAX, so only after parsing the flags.
+_infer = deferred("nash_mhc.train.inferred_settings:infer_without_tokenizer")
+_recorded = deferred("nash_mhc.train.inferred_settings:recorded_settings")
 
 
 def main() -> int:
