@@ -217,16 +217,16 @@ def bench_telemetry(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
         sample_times = stack.enter_context(_timed(Samples, "write"))
         rows = short_run(cfg, folder, steps, log_interval=max(1, interval // 4), eval_interval=interval)
     step = statistics.median(row["step_ms"] for row in rows)
-    # Rows count although the devices compute meanwhile. The first call of each kind is skipped, as it compiles.
+    # The host time of rows counts although it overlaps with device work. The first call of each kind compiles: skip it.
     each = (row_times, evaluation_times, sample_times)
-    row, picture, sample = (1e3 * statistics.median(times[1:] or [0.0]) for times in each)
+    row, evaluation, sample = (1e3 * statistics.median(times[1:] or [0.0]) for times in each)
     share = row / (train.log_interval * step)
     if train.eval_interval:
-        share += (picture + sample) / (train.eval_interval * step)
+        share += (evaluation + sample) / (train.eval_interval * step)
     return {
         "step_ms": step,
         "row_ms": row,
-        "evaluation_row_and_pictures_ms": picture,
+        "evaluation_row_and_pictures_ms": evaluation,
         "sample_ms": sample,
         "sample_tokens": cfg.telemetry.sample_tokens,
         "log_interval": train.log_interval,

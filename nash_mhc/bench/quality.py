@@ -259,8 +259,8 @@ class Contestant:
         self.figures["equal_seconds"] = {"seconds": seconds, "steps": steps, "held_out": loss}
 
 
-def rates_of(text: str | None, default: float) -> list[float]:
-    """Parse `1e-3,2e-3` into sorted learning rates; without any, return the run's own."""
+def parse_learning_rates(text: str | None, default: float) -> list[float]:
+    """Parse `1e-3,2e-3` into sorted learning rates; return `default` if there is no text."""
     if text is None:
         return [default]
     try:
@@ -285,7 +285,7 @@ def bench_quality(
     names, model, B = chosen(variants), base_model(cfg.model), cfg.data.batch_size
     if seeds < 1 or (eval_rows is not None and eval_rows < 1):
         raise ConfigError("--seeds and --eval-rows must be at least 1")
-    rates = rates_of(learning_rates, cfg.optim.learning_rate)
+    rates = parse_learning_rates(learning_rates, cfg.optim.learning_rate)
     if model.scales == 1 or model.residual == "plain":
         raise ConfigError("bench quality needs the full model: --model-scales above 1 and --model-residual mhc or mhc-layer")
     base, mesh = resolve(cfg)

@@ -100,7 +100,7 @@ class _Recorder:
         return out
 
 
-def _walk(
+def _run_parts(
     model: ModelConfig, train: TrainConfig, z_loss: float, smoothing: float, sides: tuple[Any, Any], batch: Batch
 ) -> _Recorder:
     """Run the parts of a step for one layer of each kind. `sides`: the trained and the frozen part of the model."""
@@ -290,7 +290,7 @@ def parts_and_arrays(cfg: RunConfig, call: Callable[[Callable[..., Any]], Any]) 
         sides = training.split(model)
         smoothing = cfg.objective.label_smoothing if cfg.objective.name == "smoothed" else 0.0
         microbatch = jax.tree.map(lambda a: a[0], batch)
-        recorder = _walk(cfg.model, cfg.train, cfg.optim.z_loss, smoothing, sides, microbatch)
+        recorder = _run_parts(cfg.model, cfg.train, cfg.optim.z_loss, smoothing, sides, microbatch)
         _run_updates(training, h, bool(cfg.optim.ema_decay), cfg.model, recorder, sides[0])
         parts.update(recorder.parts)
         return recorder.arrays

@@ -57,13 +57,13 @@ def write(checkpoint: Folder) -> None:
 
 
 def _check_answered(checkpoint: Folder, error: OSError) -> None:
-    """ConfigError if an object store did not answer: unlike on a disk, that does not mean damage."""
+    """Raise ConfigError if an object store did not answer: unlike on a disk, that does not mean damage."""
     if is_remote(checkpoint) and not isinstance(error, FileNotFoundError):
         raise ConfigError(f"{checkpoint}: cannot be reached ({reason(error)}); try again (no file was changed)") from error
 
 
 def read(checkpoint: Folder) -> dict[str, tuple[int, str]]:
-    """Return the (bytes, SHA-256) of every file by name; ValueError if the manifest is missing or unusable."""
+    """Return the (bytes, SHA-256) of every file by name; raise ValueError if the manifest is missing or unusable."""
     try:
         with as_os_errors():
             values = parse_json((checkpoint / FILE).read_bytes())
@@ -143,7 +143,7 @@ def held_out_loss(checkpoint: Folder, *, strict: bool = False) -> float:
 def retained(folder: Folder, *, last: int, every: int) -> set[int]:
     """Return the steps to retain: the last `last`, multiples of `every` (0: none), the best by held-out loss.
 
-    Only complete checkpoints count, which Orbax's retention policies cannot know. OSError if the storage does not
+    Only complete checkpoints count, which Orbax's retention policies cannot know. Raise OSError if the storage does not
     answer: nothing may be deleted because of that.
     """
     steps = [step for step in saved_steps(folder) if files.exists(folder / str(step) / FILE)]

@@ -51,7 +51,7 @@ class Description(NamedTuple):
 
 
 def _object(values: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Return the object under `name`, or None; TypeError for other types, or if its `folder` is no string."""
+    """Return the object under `name`, or None; raise TypeError for other types, or if its `folder` is no string."""
     value = values.get(name)
     if value is not None and not (isinstance(value, dict) and isinstance(value.get("folder", ""), str)):
         raise TypeError(f"{name} is {str(value)[:40]!r}")
@@ -76,7 +76,7 @@ class RunFolder:
             return files.exists(self.path, kind="directory")
 
     def info(self, *, hint: str = ", the --checkpoint-dir that it trained with") -> dict[str, Any]:
-        """Return the content of run.json; ConfigError if this is no run directory."""
+        """Return the content of run.json; raise ConfigError if this is no run directory."""
         if not self.exists():
             raise ConfigError(f"{self.path}: no such folder; give a run directory{hint}")
         with as_config_error(self.path):
@@ -86,7 +86,7 @@ class RunFolder:
         return read_json(self.path / RUN, "restore it from a backup")
 
     def config(self, **hint: str) -> RunConfig:
-        """Return the run's configuration; ConfigError if this version cannot read it."""
+        """Return the run's configuration; raise ConfigError if this version cannot read it."""
         info, path = self.info(**hint), self.path / RUN
         with reading(path, "it contains no run configuration"):
             try:
@@ -140,7 +140,7 @@ class RunFolder:
         return {}
 
     def rows(self, name: str = METRICS) -> list[Row]:
-        """Return all rows of one of ROW_FILES; ConfigError for a damaged line, but the last may be incomplete."""
+        """Return all rows of one of ROW_FILES; raise ConfigError for a damaged line, but the last may be incomplete."""
         path = self.path / name
         with as_config_error(path):
             lines = path.read_bytes().splitlines() if files.exists(path) else []
@@ -188,7 +188,7 @@ class RunFolder:
         return [name for name in files.subfolders(self.checkpoints) if name.endswith((".damaged", ".unfinished"))]
 
     def write(self, texts: Mapping[str, str | bytes]) -> None:
-        """Write each file (name -> content) atomically, creating missing folders. OSError."""
+        """Write each file (name -> content) atomically, creating missing folders. May raise OSError."""
         with as_os_errors():
             files.make(self.path)
             for name, text in texts.items():
@@ -197,7 +197,7 @@ class RunFolder:
                 files.write_atomic(self.path / name, text)
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return which of these files, and `checkpoints/`, no longer exist. OSError."""
+        """Return which of these files, and `checkpoints/`, no longer exist. May raise OSError."""
         with as_os_errors():
             # Object stores have no empty folders.
             gone = not is_remote(self.path) and not files.exists(self.checkpoints, kind="directory")
@@ -220,13 +220,13 @@ def _configured(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usable(values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values`; KeyError, TypeError or ValueError if keys that all callers need are missing."""
+    """Return `values`; raise KeyError, TypeError or ValueError if keys that all callers need are missing."""
     int(values["data.batch_size"]), int(values["train.grad_accum"])
     return values
 
 
 def flatten_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration by `section.key`; KeyError or AttributeError if it is not one.
+    """Return a configuration by `section.key`; raise KeyError or AttributeError if it is not one.
 
     The sections of kits that it leaves out have their defaults.
     """
@@ -242,7 +242,7 @@ def flatten_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_run_folder(named: str | None, model_size: str) -> RunFolder:
-    """Create a writable run directory, a new one under runs/ unless the user named it. ConfigError."""
+    """Create a writable run directory, a new one under runs/ unless the user named it. May raise ConfigError."""
     stamp = f"runs/{model_size}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = [named] if named else [stamp, *(f"{stamp}-{n}" for n in range(2, 100))]
     for path in map(to_path, candidates):

@@ -40,7 +40,7 @@ class Owner:
         """Raise if this run may not write: OSError if the directory is gone, ConfigError if another run owns it."""
 
     def reacquire(self) -> None:
-        """Acquire a directory again that was removed and recreated. ConfigError if another run owns it."""
+        """Acquire a directory again that was removed and recreated. Raise ConfigError if another run owns it."""
         self.check()
 
     def release(self) -> None:
@@ -83,7 +83,7 @@ class _Wait:
         self._start, self._next_message = time.monotonic(), 0.0
 
     def pause(self, holder: str) -> None:
-        """Sleep until the next attempt; ConfigError if the time is up."""
+        """Sleep until the next attempt; raise ConfigError if the time is up."""
         waited = time.monotonic() - self._start
         if waited >= self._limit:
             tried = f" (waited for {waited:.0f} s)" if self._limit else ""
@@ -269,7 +269,10 @@ def _is_alive(pid: Any) -> bool:
 
 
 def acquire(folder: Folder, *, wait: float = 0.0) -> Owner:
-    """Own an existing run directory until `release` or the end of the process. ConfigError names the current owner."""
+    """Own an existing run directory until `release` or the end of the process.
+
+    Raise ConfigError naming the current owner.
+    """
     if is_remote(folder):
         return _Lease(folder, wait)
     try:
@@ -290,7 +293,7 @@ def acquire_shared(folder: Folder) -> Owner:
 
 
 def check_visible(folder: Folder) -> None:
-    """ConfigError unless this process sees the lock that process 0 holds."""
+    """Raise ConfigError unless this process sees the lock that process 0 holds."""
     end = time.monotonic() + SEEN_S
     while not any(exists(folder / name) for name in (LOCK, OBJECT)):
         if time.monotonic() > end:

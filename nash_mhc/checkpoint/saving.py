@@ -78,7 +78,7 @@ class Saver:
     def save(self, state: PyTree, step: int, values: dict[str, Any], *, wait: bool = False) -> None:
         """Start a save; during the pause after a failure, do nothing.
 
-        With `wait`, save at once and return when the checkpoint is complete. ConfigError after too many failures.
+        With `wait`, save at once and return when the checkpoint is complete. Raise ConfigError after too many failures.
         """
         self._finish(wait=wait)
         while self.last != step and (wait or self._retry_at is None or any_process(time.monotonic() >= self._retry_at)):
@@ -134,7 +134,7 @@ class Saver:
         self.last, self._saving, self._failures, self._retry_at = self._saving, None, 0, None
 
     def _note(self, fault: OSError, *, wait: bool) -> None:
-        """Report a failed save and schedule the retry; ConfigError if it was the last attempt."""
+        """Report a failed save and schedule the retry; raise ConfigError if it was the last attempt."""
         step, self._saving = self._saving, None
         self._store.give_up()  # in every process, because all of them retry
         self._failures += 1

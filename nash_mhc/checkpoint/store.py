@@ -93,7 +93,7 @@ class Store:
         return None
 
     def _check_inode(self, cause: Exception | None = None) -> None:
-        """OSError if the folder was moved or deleted since the save began, with some of its files."""
+        """Raise OSError if the folder was moved or deleted since the save began, with some of its files."""
         if self._current_inode() != self._inode:
             raise FileNotFoundError(errno.ENOENT, "the folder has vanished", str(self.folder)) from cause
 
@@ -234,7 +234,7 @@ class Store:
     def latest_complete(self, *, set_aside: bool = False) -> int | None:
         """Return the latest step with a complete checkpoint; None if there never was one.
 
-        Unusable ones are reported and, with `set_aside`, renamed. ConfigError if all checkpoints are damaged, not
+        Unusable ones are reported and, with `set_aside`, renamed. Raise ConfigError if all checkpoints are damaged, not
         counting interrupted saves.
         """
         damaged: set[str] = set()

@@ -135,7 +135,10 @@ def one_line_errors(main: Callable[[], int]) -> int:
 
 
 def file_to_write(flag: str, name: str | None) -> Path | None:
-    """Return the file named by a flag, or None. ConfigError if it cannot be written: checked before hours of work."""
+    """Return the file named by a flag, or None.
+
+    Raise ConfigError if it cannot be written: checked before hours of work.
+    """
     file = Path(name).expanduser() if name else None
     if file and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
         raise ConfigError(f"{flag} {file}: cannot be written; name a file in an existing folder")

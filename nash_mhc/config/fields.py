@@ -84,7 +84,7 @@ def _is_valid_argument(text: str) -> bool:
 
 
 def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
-    """Check a value against its key's declaration; ConfigError."""
+    """Check a value against the declaration of its key; raise ConfigError if it is invalid."""
     types_ = accepted_types(annotation)
     # Python takes bool for an int: `--seed true` must fail.
     fits = isinstance(value, types_) and not (isinstance(value, bool) and bool not in types_)

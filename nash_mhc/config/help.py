@@ -83,7 +83,7 @@ def _described(key: Key, defaults: dict[str, Any]) -> str:
 
 
 def section_help(section: str, kind: str = OURS) -> str:
-    """Return the help of one section or model kind; ConfigError for an unknown name."""
+    """Return the help of one section or model kind; raise ConfigError for an unknown name."""
     known = list(dict.fromkeys([*sections(), *further(), *ARCHITECTURES]))
     if section not in known:
         raise ConfigError(f"--help {section}: no such section{name_hint(section, known)}")

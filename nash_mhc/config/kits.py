@@ -101,7 +101,7 @@ def _all_kits(outside: str) -> dict[str, Kit]:
 
 
 def use(folders: str | None, *, recorded: bool = False) -> None:
-    """Add kit folders outside of the package, separated by commas. ConfigError for one that is not a kit.
+    """Add kit folders outside of the package, separated by commas. Raise ConfigError for one that is not a kit.
 
     recorded: the folders come from a run's metadata; a kit of the same name loaded from elsewhere is accepted.
     """

@@ -26,7 +26,7 @@ class LayerKind(NamedTuple):
 
 @functools.lru_cache(64)
 def _layer_kinds(pattern: str, default: str, window: int | None, ffn_kind: str) -> tuple[LayerKind, ...]:
-    """Return the layers of `local*3,full`; ConfigError for a block that is not registered."""
+    """Return the layers of `local*3,full`; raise ConfigError for a block that is not registered."""
     kinds: list[LayerKind] = []
     for entry in pattern.split(","):
         block, _, count = entry.strip().partition("*")
@@ -140,7 +140,7 @@ class RopeScaling:
 
     @staticmethod
     def parse(text: str) -> RopeScaling:
-        """Parse the text of the key; ConfigError if it is invalid."""
+        """Parse the text of the key; raise ConfigError if it is invalid."""
         kind, *parts = (part.strip() for part in text.split(","))
         where = f"model.rope_scaling {text!r}"
         if kind not in _REQUIRED:

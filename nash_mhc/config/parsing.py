@@ -262,7 +262,7 @@ def parse(
     recorded: Recorded = lambda *_: {},
     examples: Sequence[str] | None = None,
 ) -> Parsed:
-    """Parse a command line; ConfigError for any mistake; -h or --help prints the help and exits with 0.
+    """Parse a command line; raise ConfigError for any mistake; -h or --help prints the help and exits with 0.
 
     own: adds the command's flags (no positionals) to an argparse group; their values are in `Parsed.own`.
     found: called with the user's settings and all values; returns inferred settings, which the user's override.

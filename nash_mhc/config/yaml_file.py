@@ -44,7 +44,7 @@ def _composed(file: str) -> yaml.nodes.Node | None:
 
 
 def values_of(file: str) -> Any:
-    """Return the plain values of a YAML file; ConfigError."""
+    """Return the plain values of a YAML file; may raise ConfigError."""
     return _parsed(file, "cannot read", yaml.safe_load)
 
 

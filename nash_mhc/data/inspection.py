@@ -81,20 +81,20 @@ def rows_of_step(source: RowSource, step: int, rows: int, seed: int, *, most: in
 
 
 def _show_step(
-    source: RowSource, tokenizer: Tokenizer, step: int, row: int | None, rows: int, seed: int, *, color: bool
+    source: RowSource, tokenizer: Tokenizer, step: int, row: int | None, n_rows: int, seed: int, *, color: bool
 ) -> str:
     """Render the rows of a step, counted from 1 as in metrics.jsonl, or one of them."""
-    if row is not None and not 0 <= row < rows:
-        raise ConfigError(f"--row {row}: a step of this run has rows 0 to {rows - 1}")
+    if row is not None and not 0 <= row < n_rows:
+        raise ConfigError(f"--row {row}: a step of this run has rows 0 to {n_rows - 1}")
     shown = []
-    for number in range(rows) if row is None else [row]:
-        leaf, index = source.locate((step - 1) * rows + number, seed)
-        title = f"step {step}, row {number}: row {index} of {leaf.name}"
-        if text := leaf.show(index):
+    for number in range(n_rows) if row is None else [row]:
+        dataset, index = source.locate((step - 1) * n_rows + number, seed)
+        title = f"step {step}, row {number}: row {index} of {dataset.name}"
+        if text := dataset.show(index):
             shown.append(f"== {title}\n{text}")
         else:
-            places = origins(leaf, index) if isinstance(leaf, PreparedRows) else []
-            shown.append(show_row(title, leaf[index], tokenizer, places, color=color))
+            places = origins(dataset, index) if isinstance(dataset, PreparedRows) else []
+            shown.append(show_row(title, dataset[index], tokenizer, places, color=color))
     return "\n".join(shown)
 
 

@@ -78,7 +78,7 @@ def batches(
 
 
 def check_weights(weights: np.ndarray, name: str, indices: Sequence[int] | np.ndarray) -> None:
-    """ConfigError for negative weights [B, T]: training would unlearn those targets."""
+    """Raise ConfigError for negative weights [B, T]: training would unlearn those targets."""
     if (weights < 0).any():
         row, slot = np.argwhere(weights < 0)[0]
         weight = f"{weights[row, slot]:g} in slot {slot}"

@@ -40,7 +40,7 @@ def template_settings(cfg: DataConfig, form: str, tokenizer: Tokenizer | None) -
 
 
 def make_recipe(cfg: DataConfig, tokenizer: Tokenizer, corpus: Corpus, align: int) -> Recipe:
-    """Return the recipe of these settings and this data; ConfigError if settings contradict each other."""
+    """Return the recipe of these settings and this data; raise ConfigError if settings contradict each other."""
     if cfg.split == cfg.eval_split:
         raise ConfigError(f"--eval-split {cfg.eval_split}: is the training split (--split); choose another name")
     made_by = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "end": tokenizer.end}
@@ -108,7 +108,7 @@ def _tokenize(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
         yield from tokenizer.encode_batch([text for text, _ in batch])
 
 
-def _units(span: Span, tokenizer: Tokenizer) -> list[str | int]:
+def _split_special_tokens(span: Span, tokenizer: Tokenizer) -> list[str | int]:
     """Split a span into text and the ids of the special tokens that occur in the template."""
     units: list[str | int] = []
     for part in span.parts:
@@ -124,7 +124,7 @@ def pieces_of(
     documents: list[Document], recipe: Recipe, tokenizer: Tokenizer, names: tuple[str, ...]
 ) -> tuple[list[Piece], int]:
     """Return (pieces, number of empty documents); `piece.document` is an index into `documents`."""
-    units = [[_units(span, tokenizer) for span in document.spans] for document in documents]
+    units = [[_split_special_tokens(span, tokenizer) for span in document.spans] for document in documents]
     tokens = _tokenize([unit for spans in units for span in spans for unit in span if isinstance(unit, str)], tokenizer)
     pieces: list[Piece] = []
     empty = 0

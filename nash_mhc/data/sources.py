@@ -81,7 +81,7 @@ class Mixture(RowSource):
         return Rows(*(np.concatenate(arrays)[back] for arrays in zip(*taken, strict=True)))
 
 
-class Opening(NamedTuple):
+class OpenRequest(NamedTuple):
     """The arguments of `DataSource.open`."""
 
     cfg: DataConfig
@@ -91,7 +91,7 @@ class Opening(NamedTuple):
     align: int  # documents start at multiples of this
 
 
-Opener = Callable[[Opening], RowSource]
+Opener = Callable[[OpenRequest], RowSource]
 
 
 class DataSource(NamedTuple):
@@ -104,7 +104,7 @@ class DataSource(NamedTuple):
     has_test: bool = True  # can part of it be held out as a final test?
 
 
-def _open_stories(request: Opening) -> RowSource:
+def _open_stories(request: OpenRequest) -> RowSource:
     cfg = request.cfg
     if request.split not in SPLITS:
         raise ConfigError(f"split {request.split!r}: dataset 'stories' has only {' and '.join(SPLITS)}")
@@ -113,7 +113,7 @@ def _open_stories(request: Opening) -> RowSource:
     return StoryRows(request.tokenizer, seed=request.seed, split=request.split, seq_len=cfg.seq_len, align=request.align)
 
 
-def _open_prepared(request: Opening) -> RowSource:
+def _open_prepared(request: OpenRequest) -> RowSource:
     cfg, folder = request.cfg, Path(request.cfg.dataset)
     check_recipe(folder, cfg, request.tokenizer, request.align)
     return PreparedRows(folder, request.split, vocab_size=request.tokenizer.vocab_size, name=cfg.dataset)
@@ -134,7 +134,7 @@ def source_of(dataset: str, form: str) -> DataSource | None:
     return next((source for source in SOURCES.values() if source.takes(dataset, form)), None)
 
 
-def _open_documents(request: Opening) -> RowSource:
+def _open_documents(request: OpenRequest) -> RowSource:
     cfg, tokenizer, split, seed, align = request
     if cfg.streaming:
         return open_stream(cfg, tokenizer, split=split, seed=seed, align=align, is_hub=_is_hub(cfg.dataset))
@@ -153,7 +153,7 @@ def parts_of(cfg: DataConfig) -> list[tuple[DataConfig, str]]:
 
 
 def open_corpus(cfg: DataConfig) -> Corpus:
-    """Open the documents of --dataset; ConfigError if it does not exist."""
+    """Open the documents of --dataset; raise ConfigError if it does not exist."""
     if parts_of(cfg):
         raise ConfigError(f"--dataset {cfg.dataset}: is a mixture; prepare each dataset and mix the prepared folders")
     if cfg.dataset == "stories":
@@ -188,7 +188,7 @@ def _open_in_cache(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int
 
 
 def check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: int) -> None:
-    """ConfigError if a prepared folder does not fit the run."""
+    """Raise ConfigError if a prepared folder does not fit the run."""
     recipe, name = Manifest.read(folder).recipe, f"--dataset {folder}"
     if recipe["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
         own = folder / "tokenizer"
@@ -213,17 +213,17 @@ def check_recipe(folder: Path, cfg: DataConfig, tokenizer: Tokenizer, align: int
 def open_source(
     cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int = 1, opener: Opener | None = None
 ) -> RowSource:
-    """Open the rows of one split, with documents at multiples of `align`; ConfigError if there is no such split.
+    """Open the rows of one split, with documents at multiples of `align`; raise ConfigError if there is no such split.
 
     `opener` opens the dataset instead of the registered sources (`Feed.opener`).
     """
     if opener is not None:
-        return opener(Opening(cfg, tokenizer, split, seed, align))
+        return opener(OpenRequest(cfg, tokenizer, split, seed, align))
     if parts := parts_of(cfg):
         sources = [open_source(part, tokenizer, split=split, seed=seed, align=align) for part, _ in parts]
         return Mixture([part.dataset for part, _ in parts], sources, [weight for _, weight in parts], seed=seed)
     source = source_of(cfg.dataset, cfg.format)
-    return (_open_documents if source is None else source.open)(Opening(cfg, tokenizer, split, seed, align))
+    return (_open_documents if source is None else source.open)(OpenRequest(cfg, tokenizer, split, seed, align))
 
 
 def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, opener: Opener | None = None) -> RowSource | None:

@@ -315,7 +315,7 @@ def questions(count: int, seed: int = 0) -> Iterator[dict[str, str]]:
 
 
 def write_questions(out: Path, count: int, seed: int) -> None:
-    """Write questions as JSON lines; ConfigError if the file exists or cannot be written."""
+    """Write questions as JSON lines; raise ConfigError if the file exists or cannot be written."""
     if out.exists():
         raise ConfigError(f"--out {out}: already exists; choose another file, or remove it first")
     with as_config_error(f"--out {out}"):

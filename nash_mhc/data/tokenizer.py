@@ -62,12 +62,15 @@ class Tokenizer:
         return [template]
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Render messages (role and content) as a prompt for the next answer; ConfigError without a chat template."""
+        """Render messages (role and content) as a prompt for the next answer.
+
+        Raise ConfigError without a chat template.
+        """
         raise ConfigError(f"{self.name} has no chat template; write the prompt in the model's own format, without --chat")
 
     def chat_form(self) -> dict[str, Any]:
         """Return what conversations are rendered from, as plain values: the chat template with its variables, and the
-        spellings of the special tokens. ConfigError without a chat template."""
+        spellings of the special tokens. Raise ConfigError without a chat template."""
         raise ConfigError(f"--template tokenizer: {self.name} has no chat template; give a --template")
 
 

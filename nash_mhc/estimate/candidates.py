@@ -103,7 +103,7 @@ def layouts(
 ) -> Iterator[tuple[RunConfig, dict[str, int]]]:
     """Yield (configuration, mesh): every mesh, batch split and remat that divides, with as many sequences per step.
 
-    The mesh divides frozen models that read every batch, too; ConfigError for a directory that holds none.
+    The mesh divides frozen models that read every batch, too; raise ConfigError for a directory that holds none.
     """
     models = [cfg.model, *feed_of(cfg.objective.name).models(cfg)]
     sequences = cfg.data.batch_size * cfg.train.grad_accum

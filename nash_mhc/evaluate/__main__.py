@@ -45,7 +45,7 @@ text with a known loss floor); bytes:FILE (bits per byte of a text file); held_o
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags; ConfigError for any mistake."""
+    """Parse the flags; raise ConfigError for any mistake."""
     parser = OneLineParser(prog="python -m nash_mhc.evaluate", allow_abbrev=False, description=_ABOUT)
     parser.add_argument("folder", type=run_path, metavar="DIR", help="run directory or Hugging Face folder")
     parser.add_argument("--tasks", metavar="A,B", help=_TASKS)
@@ -85,14 +85,16 @@ def _run(args: argparse.Namespace, texts: dict[str, str], harness_names: list[st
 
     from nash_mhc.evaluate.scoring import Scorer, held_out, length_multiple, stories, text_file
     from nash_mhc.hub.load import config_of, load
-    from nash_mhc.parallel.board import check_same
+    from nash_mhc.parallel.board import check_settings_agree
     from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
     from nash_mhc.parallel.processes import start
     from nash_mhc.runtime.compiled import use_compilation_cache
 
     cfg = config_of(args.folder)
     if start(args.mesh) > 1:
-        check_same({f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items() if name != "log_level"})
+        check_settings_agree(
+            {f"--{name.replace('_', '-')}": str(value) for name, value in vars(args).items() if name != "log_level"}
+        )
     mesh = make_mesh(args.mesh)
     if jax.process_index() > 0:
         logs.silence()

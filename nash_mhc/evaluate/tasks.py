@@ -73,7 +73,7 @@ def check_path(name: str) -> None:
 
 
 def load_tasks(names: list[str]) -> list[Task]:
-    """Load tasks by name, file or folder; ConfigError for an unknown name or a broken file."""
+    """Load tasks by name, file or folder; raise ConfigError for an unknown name or a broken file."""
     with quietly():
         return [_load(name) for name in names]
 
@@ -187,7 +187,7 @@ def _all_tasks() -> Any:
 def run_task(
     task: Task, model: Any, *, limit: int | None = None, num_fewshot: int | None = None, with_samples: bool = False
 ) -> Results:
-    """Run a task with a HarnessModel; ConfigError for errors of the task, such as a template that fails."""
+    """Run a task with a HarnessModel; raise ConfigError for errors of the task, such as a template that fails."""
     from lm_eval import simple_evaluate
 
     model.task, model.is_running = Path(task.name).stem if is_path(task.name) else task.name, False

@@ -43,7 +43,7 @@ GENERATORS: Registry[Generator] = Registry("generators", {})  # flag -> what a k
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the flags; ConfigError for any mistake."""
+    """Parse the flags; raise ConfigError for any mistake."""
     parser = OneLineParser(
         prog="python -m nash_mhc.generate", allow_abbrev=False, description="Generate text with a trained model."
     )

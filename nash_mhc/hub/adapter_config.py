@@ -104,7 +104,7 @@ def _matches(target: str | tuple[str, ...], module: str) -> bool:
 
 
 def read_adapter_config(path: Path) -> AdapterConfig:
-    """Parse the file; ConfigError names a field that is invalid, unknown, or not plain LoRA."""
+    """Parse the file; raise ConfigError naming a field that is invalid, unknown, or not plain LoRA."""
     values = read_json(path)
     if values.get("peft_type") != "LORA":
         raise ConfigError(f"{path}: peft_type {shown(values.get('peft_type'))} is not LORA{REMEDY}")

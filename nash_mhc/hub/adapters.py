@@ -156,7 +156,10 @@ def _read(file: Path) -> dict[str, np.ndarray]:
 def _pairs(
     peft: AdapterConfig, tensors: Mapping[str, np.ndarray], cfg: ModelConfig, file: Path, base: str
 ) -> dict[tuple[str, int], _Pair]:
-    """Return (parameter, layer) -> its adapter. ConfigError if tensors, adapter_config.json and model disagree."""
+    """Return (parameter, layer) -> its adapter.
+
+    Raise ConfigError if tensors, adapter_config.json and model disagree.
+    """
     # Rank 1 on every matrix, for the sizes.
     everywhere = stored.adapted_shape(cfg, LoraConfig(rank=1))
     sizes = {name: leaf.shape for name, leaf in named_leaves(adapters_of(everywhere)).items()}

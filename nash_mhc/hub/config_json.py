@@ -95,7 +95,7 @@ def is_tied(cfg: ModelConfig) -> bool:
 
 
 def read_config(values: dict[str, Any], where: str) -> Imported:
-    """Parse a config.json; ConfigError names the first unsupported setting."""
+    """Parse a config.json; raise ConfigError naming the first unsupported setting."""
     family = values.get("model_type")
     if not isinstance(family, str) or family not in DEFAULTS:
         raise ConfigError(
@@ -285,7 +285,7 @@ _NOT_EXPORTED = {"mixer": None, "ffn_kind": "swiglu", "pattern": None}  # keys t
 
 
 def portable(cfg: ModelConfig) -> ModelConfig:
-    """Return the same model described by the keys that the exported code has; ConfigError if it cannot be."""
+    """Return the same model described by the keys that the exported code has; raise ConfigError if it cannot be."""
     blocks = {(kind.mixer, kind.ffn, cfg.residual) for kind in cfg.group}
     mixer, windows = "attention" if cfg.scales == 1 else "multiscale", cfg.windows
     exported = {(mixer, "swiglu", residual) for residual in ("mhc", "mhc-layer", "plain")}

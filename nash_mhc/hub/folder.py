@@ -155,7 +155,7 @@ class HubFolder:
         return [self.path / name for name in names]
 
     def check(self) -> dict[str, Entry]:
-        """Return the entries; ConfigError names the first tensor that does not match the configuration."""
+        """Return the entries; raise ConfigError naming the first tensor that does not match the configuration."""
         found, cfg = self.entries(), self.imported.model
         if cfg.layers > len(found):  # before `shapes`, which would fill the memory for a huge number
             raise ConfigError(

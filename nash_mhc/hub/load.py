@@ -123,7 +123,7 @@ def config_of(folder: str, flag: str = "") -> RunConfig:
 
 
 def tokenizer_of(folder: str) -> Tokenizer:
-    """Load the tokenizer of a model directory; ConfigError if it has more tokens than the model."""
+    """Load the tokenizer of a model directory; raise ConfigError if it has more tokens than the model."""
     cfg = config_of(folder)
     name = cfg.data.tokenizer
     if format_of(folder) is None and name != "bytes" and not Path(name).exists():

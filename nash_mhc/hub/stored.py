@@ -72,7 +72,7 @@ def default_step(run: RunFolder, store: Store) -> int | None:
 
 
 def read(record: Record, shape: Any, place: Place, *, verified: bool = False) -> Any:
-    """Load recorded weights in the shapes and dtypes of `shape`; ConfigError if they have changed since.
+    """Load recorded weights in the shapes and dtypes of `shape`; raise ConfigError if they have changed since.
 
     Weight modules (such as quantized weights) are restored if the directory stores the same ones. Otherwise the model
     has plain arrays: those that the directory's modules compute with. `verified`: skip the check of the hash.

@@ -120,7 +120,10 @@ def _flat(index: Sequence[slice], sizes: Sequence[int]) -> slice | None:
 
 
 def tensors(cfg: ModelConfig) -> list[Tensor]:
-    """Return the tensors of a folder with such a model, those of a layer once. ConfigError if it cannot be exported."""
+    """Return the tensors of a folder with such a model, those of a layer once.
+
+    Raise ConfigError if it cannot be exported.
+    """
     cfg = portable(cfg)
     return tensors_of(cfg, is_plain=family_of(cfg) is not None)
 
@@ -174,7 +177,10 @@ def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def cast(name: str, array: np.ndarray, dtype: Any, alternatives: str) -> np.ndarray:
-    """Return the array in `dtype`; ConfigError if a finite value would overflow. `alternatives`: dtypes to suggest."""
+    """Return the array in `dtype`.
+
+    Raise ConfigError if a finite value would overflow. `alternatives`: dtypes to suggest.
+    """
     with np.errstate(over="ignore"):  # the error says more than numpy's warning
         narrow = array.astype(dtype)
     overflowed = np.isfinite(array) & ~np.isfinite(narrow)

@@ -44,7 +44,7 @@ class AttentionLayout(NamedTuple):
         segments_BI = None if self.segments_BT is None else self.segments_BT[:, ::stride]
         return segments_BI, self.positions_BT[:, ::stride], self.documents[c] if self.documents else None
 
-    def unspread(self) -> AttentionLayout:
+    def original_layout(self) -> AttentionLayout:
         """Return the layout of the original sequences, for a mixer without coarse scales."""
         if self.spread is None:
             return self
@@ -195,7 +195,7 @@ class Attention(eqx.Module):
     def __call__(
         self, x_BTD: Float[Array, "B T D"], layout: AttentionLayout, *, window: int | None, kernel: str
     ) -> Float[Array, "B T D"]:
-        layout = layout.unspread()
+        layout = layout.original_layout()
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         segments_BT, positions_BT, documents = layout.at(0, 1)
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
@@ -230,7 +230,7 @@ class Attention(eqx.Module):
 
     @staticmethod
     def flops_per_token(cfg: Shape, window: int | None, seq_len: int) -> float:
-        """Return matmul FLOPs of one training token in one layer, counting causal attention once."""
+        """Return matmul FLOPs of one training token in one layer, counting only visible query-key pairs."""
         weights = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
         seen = min(window or seq_len, seq_len)
         keys = seen * (1 - seen / (2 * seq_len))  # visible keys per query, on average: T/2, or fewer with a window

@@ -34,7 +34,10 @@ _recorder: ContextVar[_Recorder | None] = ContextVar("recorder", default=None)
 
 @contextmanager
 def recording(names: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Yield a dict that collects the captures with these names. The traced code inside must return it."""
+    """Yield a dict that collects the captures with these names.
+
+    The traced function that contains the `with` block must return the dict, or tracers leak.
+    """
     recorder = _Recorder(names)
     token = _recorder.set(recorder)
     try:

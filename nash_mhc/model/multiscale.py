@@ -219,7 +219,8 @@ class Multiscale(eqx.Module):
             k, v = (_last_two_blocks(ring, layer, i) for ring in (k_LBJKH, v_LBJKH))
             # The first of the two blocks continues nothing; the second continues the first, if that exists.
             continues_BI = jnp.broadcast_to(jnp.stack([jnp.zeros_like(i, bool), i > 0]), (k.shape[0], 2))
-            k, v = (pair[:, 1:] for pair in self.coarser(c, k, v, continues_BI)[1])
+            _, (k_rows, v_rows) = self.coarser(c, k, v, continues_BI)
+            k, v = k_rows[:, 1:], v_rows[:, 1:]
             return (k, v), self.base.rotate_keys(k, jnp.broadcast_to(i * stride + stride - 1, k.shape[:2]))
 
         zeros = jax.tree.map(jnp.zeros_like, finer)

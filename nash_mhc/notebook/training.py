@@ -27,7 +27,7 @@ TRANSFORMERS = "transformers"  # folder of the archive with the exported model
 _TAIL = 20  # lines of the log that are shown after a failure
 
 
-class Stopped(Exception):
+class CellError(Exception):
     """Ends a cell, and with it "run all", with one line and no traceback."""
 
     def _render_traceback_(self) -> list[str]:
@@ -79,14 +79,14 @@ class Training:
 def start(folder: str, flags: Sequence[str]) -> Training:
     """Start or resume the run in that directory, with flags of `nash_mhc.train`."""
     if not folder.strip():
-        raise Stopped("no folder given; set one for the run's checkpoints and metrics")
+        raise CellError("no folder given; set one for the run's checkpoints and metrics")
     return Training(folder, flags)
 
 
 def follow(training: Training, *, pause: float = 1.0) -> None:
     """Show the curves of a run until it ends; interrupting the cell stops the run with its last step saved.
 
-    Stopped if the run did not finish, so that the cells below do not use half of it.
+    CellError if the run did not finish, so that the cells below do not use half of it.
     """
     try:  # from the first line on: an interrupt may come while the plotting library is imported
         _show(training, pause)
@@ -131,12 +131,12 @@ def _check_exit(training: Training) -> None:
     code, messages = training.process.returncode, training.messages()
     last = messages[-1] if messages else ""
     if code == TRY_AGAIN:
-        raise Stopped(f"{last}   # or run this cell again")
+        raise CellError(f"{last}   # or run this cell again")
     if code == 2:
-        raise Stopped(last)
+        raise CellError(last)
     if code != 0:
         end = "\n".join(messages[-_TAIL:])
-        raise Stopped(f"training failed with exit code {code}; its output is in {training.log} and ends with\n{end}")
+        raise CellError(f"training failed with exit code {code}; its output is in {training.log} and ends with\n{end}")
 
 
 def _status(training: Training, rows: list[Row]) -> str:
@@ -163,10 +163,10 @@ def generate(folder: str, *flags: str) -> str:
 
 
 def _run_command(module: str, *argv: str) -> str:
-    """Return a command's output; Stopped with its last line if it fails."""
+    """Return a command's output; CellError with its last line if it fails."""
     done = subprocess.run([sys.executable, "-m", module, *argv], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
-        raise Stopped((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
+        raise CellError((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
     return done.stdout
 
 
@@ -174,10 +174,10 @@ def pack(folder: str, archive: str) -> Path:
     """Zip the latest complete checkpoint, the run's metadata and metrics, and the model exported for transformers."""
     run = RunFolder(folder)
     if is_remote(run.path):
-        raise Stopped(f"{folder} is already in a bucket; download it with: gcloud storage cp --recursive {folder} .")
+        raise CellError(f"{folder} is already in a bucket; download it with: gcloud storage cp --recursive {folder} .")
     complete = [step for step in run.steps() if run.completed_at(step) is not None]
     if not complete:
-        raise Stopped(f"{folder} has no complete checkpoint yet; let the run reach its first save")
+        raise CellError(f"{folder} has no complete checkpoint yet; let the run reach its first save")
     checkpoint = run.checkpoints / str(complete[-1])
     files = [path for name in (RUN, PARAMETERS, METRICS, EVALUATIONS) if (path := run.path / name).is_file()]
     files += [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]

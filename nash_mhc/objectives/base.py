@@ -106,15 +106,15 @@ class Feed:
     """How an objective's batches are made (`ObjectiveKind.feed`). This one leaves them as they are."""
 
     def opener(self, cfg: RunConfig) -> Callable[[Any], Any] | None:
-        """Return what opens --dataset (data/sources.py: Opening -> RowSource); None: the registered sources."""
+        """Return what opens --dataset (data/sources.py: OpenRequest -> RowSource); None: the registered sources."""
         return None
 
     def open(self, cfg: RunConfig, source: Any, tokenizer: Any, mesh: Mesh) -> tuple[RunConfig, OpenFeed]:
-        """Return the configuration, completed by what the source records, and the feed; ConfigError."""
+        """Return the configuration, completed by what the source records, and the feed; may raise ConfigError."""
         return cfg, OpenFeed()
 
     def models(self, cfg: RunConfig) -> list[ArchitectureConfig]:
-        """Return the frozen models that read every batch; ConfigError for a folder that holds none."""
+        """Return the frozen models that read every batch; raise ConfigError for a folder that holds none."""
         return []
 
     def memory(self, cfg: RunConfig, mesh: Mapping[str, int]) -> FeedMemory:

@@ -89,13 +89,13 @@ def _backward_in_xla(
     dout = widen(dout_BINH)
     # From the row after each block.
     dnext = jnp.pad(jnp.where(continues_BI[:, :, None, None], dout, 0.0), ((0, 0), (0, 1), (0, 0), (0, 0)))[:, 1:]
-    # Broadcast over all rows of a block: a stack interleaves slowly on a GPU.
+    # Broadcast over the tokens of a block. jnp.stack would interleave two arrays in memory, which is slow on a GPU.
     own, before = kernel_JNH[None, None, r:], kernel_JNH[None, None, :r]
     pooled = (dout[:, :, None] * own + dnext[:, :, None] * before).reshape(z_BTNH.shape)
-    # Merge axes first: with five, XLA on a GPU may transpose them all before summing.
+    # Merge axes first (X: blocks, W: heads x channels): with five, XLA on a GPU may transpose them all before summing.
     B, T, N, H = z_BTNH.shape
-    z_IrC = widen(z_BTNH).reshape(B * T // r, r, N * H)
-    dkernel = [jnp.sum(g.reshape(B * T // r, 1, N * H) * z_IrC, axis=0) for g in (dnext, dout)]
+    z_XrW = widen(z_BTNH).reshape(B * T // r, r, N * H)
+    dkernel = [jnp.sum(g.reshape(B * T // r, 1, N * H) * z_XrW, axis=0) for g in (dnext, dout)]
     dz = (widen(dz_BTNH) + pooled).astype(z_BTNH.dtype)
     return dz, jnp.concatenate(dkernel).reshape(kernel_JNH.shape).astype(kernel_JNH.dtype)
 
@@ -123,10 +123,10 @@ def _pool_in_kernel(z_BTNH: Array, kernel_JNH: Array, continues_BI: Array, *, in
         weighted = lambda taps, slots: add_up([k * z for k, z in zip(taps, slots, strict=True)])
         slots_of = lambda i: [widen(z_ref[b, i, j, here]) for j in range(r)]
 
-        def body(n: Array, before: Array) -> Array:
+        def body(n: Array, carried_sum: Array) -> Array:
             i = first + n
             slots = slots_of(i)
-            out = weighted(taps[r:], slots) + jnp.where(continues_ref[b, i] != 0, before, 0.0)
+            out = weighted(taps[r:], slots) + jnp.where(continues_ref[b, i] != 0, carried_sum, 0.0)
             out_ref[b, i, here] = out.astype(out_ref.dtype)
             return weighted(taps[:r], slots)
 

@@ -238,7 +238,7 @@ def project_reference(xs: Streams, phi_RDM: Float[Array, "R D M"], eps: float) -
 
 
 def maps_reference(logits_BTM: Float[Array, "B T M"], rounds: int) -> Float[Array, "B T M"]:
-    """Compute `maps` with Sinkhorn rounds alone and automatic gradients."""
+    """Reference for `maps`: only Sinkhorn iterations, differentiated by JAX."""
     logits_MBT = jnp.moveaxis(logits_BTM, -1, 0)
     R = math.isqrt(len(logits_MBT) + 1) - 1
     mixing_RRBT = sinkhorn_reference(logits_MBT[2 * R :].reshape(R, R, *logits_MBT.shape[1:]), rounds)

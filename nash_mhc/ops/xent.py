@@ -95,14 +95,14 @@ def xent_and_grads(
         target_Bc = total(jnp.sum(jnp.where(is_target_BcV, logits_BcV, 0.0), axis=-1))
         ce, z = jnp.sum(m_Bc * (lse_Bc - target_Bc)), jnp.sum(m_Bc * lse_Bc**2)
         correct = jnp.sum(m_Bc * (target_Bc >= top_Bc))
-        loss, uniform, shared = ce + z_weight * z, jnp.zeros(()), column_11V < vocab_size
+        loss, uniform, is_token_11V = ce + z_weight * z, jnp.zeros(()), column_11V < vocab_size
         if smoothing:
-            mean_Bc = total(jnp.sum(jnp.where(shared, logits_BcV, 0.0), axis=-1)) / vocab_size
+            mean_Bc = total(jnp.sum(jnp.where(is_token_11V, logits_BcV, 0.0), axis=-1)) / vocab_size
             uniform = jnp.sum(m_Bc * (lse_Bc - mean_Bc))
             loss = loss + smoothing * (uniform - ce)
         entropy = jnp.zeros(())
         if not with_grads:
-            mean_Bc = total(jnp.sum(exp_BcV * jnp.where(shared, logits_BcV, 0.0), axis=-1)) / sum_Bc
+            mean_Bc = total(jnp.sum(exp_BcV * jnp.where(is_token_11V, logits_BcV, 0.0), axis=-1)) / sum_Bc
             entropy = jnp.sum(m_Bc * (lse_Bc - mean_Bc))
         step = XentSums(loss, ce, z, correct, jnp.sum(m_Bc), uniform, entropy)
         sums = jax.tree.map(jnp.add, sums, step)
@@ -112,7 +112,7 @@ def xent_and_grads(
         scale_Bc = m_Bc * (1.0 + 2.0 * z_weight * lse_Bc) / sum_Bc
         dlogits_BcV = exp_BcV * scale_Bc[..., None] - jnp.where(is_target_BcV, (1.0 - smoothing) * m_Bc[..., None], 0.0)
         if smoothing:
-            dlogits_BcV = dlogits_BcV - jnp.where(shared, smoothing / vocab_size * m_Bc[..., None], 0.0)
+            dlogits_BcV = dlogits_BcV - jnp.where(is_token_11V, smoothing / vocab_size * m_Bc[..., None], 0.0)
         dlogits_BcV = dlogits_BcV.astype(x_BTD.dtype)
         dx_BcD = jnp.einsum("bcv,vd->bcd", dlogits_BcV, w_VD)
         dw = dw + jnp.einsum("bcv,bcd->vd", dlogits_BcV, x_BcD, preferred_element_type=jnp.float32)

@@ -39,7 +39,7 @@ class LostProcess(jax.errors.JaxRuntimeError):
 class Board:
     """JSON values that every process can read and write, in the memory of JAX's coordinator. Too slow for every step.
 
-    Every call returns at most ANSWER_S after its timeout. LostProcess if process 0 does not answer or is gone.
+    Every call returns at most ANSWER_S after its timeout. Raise LostProcess if process 0 does not answer or is gone.
     """
 
     def __init__(self, name: str) -> None:
@@ -266,9 +266,10 @@ class Barrier:
 _SHOWN_CHARS, _SHOWN_DIFFERENCES = 60, 3
 
 
-def check_same(settings: Mapping[str, Any], timeout: float = 60.0) -> None:
-    """ConfigError in every process if `settings` differ between them, with names and values. LostProcess names who is
-    missing. All processes call this in the same order; it uses no device.
+def check_settings_agree(settings: Mapping[str, Any], timeout: float = 60.0) -> None:
+    """Raise ConfigError in every process if their settings differ, with names and values.
+
+    Raise LostProcess if a process is missing. All processes call this in the same order; it uses no device.
     """
     state = distributed_state()
     if (count := state.num_processes or 1) == 1:
@@ -292,7 +293,7 @@ def check_same(settings: Mapping[str, Any], timeout: float = 60.0) -> None:
         if not names:
             continue
         board.write(f"read/{me}", True)
-        if me == 0:  # the board ends with process 0, so the others must have read it
+        if me == 0:  # the store dies with process 0, so wait until the others have read it
             gather("read", count)
             time.sleep(1.0)
         differences = [

@@ -114,7 +114,7 @@ def _fill(cfg: MeshConfig, count: int, fits: Fits) -> tuple[int, ...]:
 
 
 def mesh_shape(cfg: MeshConfig, platform: str, available: int, fits: Fits = lambda _: True) -> tuple[int, ...]:
-    """Return the mesh shape for `available` devices of this platform; ConfigError if they cannot form it.
+    """Return the mesh shape for `available` devices of this platform; raise ConfigError if they cannot form it.
 
     Errors propose only meshes that satisfy `fits`.
     """
@@ -180,7 +180,7 @@ def check_fit(
     *,
     resizable: Collection[str] = ("data", "model"),
 ) -> None:
-    """ConfigError if sizes do not divide over the mesh; names them all, with settings that work.
+    """Raise ConfigError if sizes do not divide over the mesh; names them all, with settings that work.
 
     `resizable`: the sections whose keys may be proposed, next to another mesh.
     """

@@ -88,7 +88,14 @@ def find_place(cfg: MeshConfig, env: Mapping[str, str]) -> Place | None:
             raise ConfigError(f"--process-id {own.index}: must be 0 to {(own.count or 1) - 1} with --num-processes {own.count}")
         return own
     # torchrun first: srun may have started it once per node, and then SLURM's variables describe the node.
-    launchers = _by_jax_variables, _by_torchrun, _by_slurm, _by_open_mpi, _by_tpu_pod, _by_kubernetes
+    launchers = (
+        _place_from_jax_variables,
+        _place_from_torchrun,
+        _place_from_slurm,
+        _place_from_open_mpi,
+        _place_from_tpu_pod,
+        _place_from_kubernetes,
+    )
     return next((found for launcher in launchers if (found := launcher(env)) is not None), None)
 
 
@@ -109,7 +116,7 @@ def unread_variables(cfg: MeshConfig, env: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _by_torchrun(env: Mapping[str, str]) -> Place | None:
+def _place_from_torchrun(env: Mapping[str, str]) -> Place | None:
     """torchrun, and launchers that set the same variables, such as Kubeflow's PyTorchJob."""
     names = "WORLD_SIZE", "RANK", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     if wrong := [name for name in names if not env.get(name, "").isdecimal() and env.get(name)]:
@@ -130,7 +137,7 @@ def _by_torchrun(env: Mapping[str, str]) -> Place | None:
     return Place(f"{env['MASTER_ADDR']}:{port}", count, int(env["RANK"]), _own_device(env, *local))
 
 
-def _by_jax_variables(env: Mapping[str, str]) -> Place | None:
+def _place_from_jax_variables(env: Mapping[str, str]) -> Place | None:
     if not env.get("JAX_COORDINATOR_ADDRESS") or int(env.get("JAX_NUM_PROCESSES", 1)) < 2:
         return None
     return Place(env["JAX_COORDINATOR_ADDRESS"], int(env["JAX_NUM_PROCESSES"]), int(env["JAX_PROCESS_ID"]))
@@ -142,7 +149,7 @@ def _own_device(env: Mapping[str, str], local_index: int, local_count: int) -> i
     return local_index if local_count > 1 and (not visible or "," in visible) else None
 
 
-def _by_slurm(env: Mapping[str, str]) -> Place | None:
+def _place_from_slurm(env: Mapping[str, str]) -> Place | None:
     # Only processes started by srun have these variables; a shell inside an allocation is a single process.
     count = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
     if count < 2 or not {"SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(env):
@@ -156,7 +163,7 @@ def _by_slurm(env: Mapping[str, str]) -> Place | None:
     return Place(f"{first[1]}{first[2] or ''}:{port}", count, int(env["SLURM_PROCID"]), device)
 
 
-def _by_open_mpi(env: Mapping[str, str]) -> Place | None:
+def _place_from_open_mpi(env: Mapping[str, str]) -> Place | None:
     count = int(env.get("OMPI_COMM_WORLD_SIZE", 1))
     if count < 2:
         return None
@@ -172,7 +179,7 @@ def _by_open_mpi(env: Mapping[str, str]) -> Place | None:
     return Place(f"{uri[2]}:{port}", count, int(env["OMPI_COMM_WORLD_RANK"]), _own_device(env, *local))
 
 
-def _by_tpu_pod(env: Mapping[str, str]) -> Place | None:
+def _place_from_tpu_pod(env: Mapping[str, str]) -> Place | None:
     """TPU pods, listed in variables on GKE and in metadata on Compute Engine. JAX connects their processes."""
     if "," in env.get("TPU_WORKER_HOSTNAMES", "") or int(env.get("MEGASCALE_NUM_SLICES") or 1) > 1:
         return Place()
@@ -190,7 +197,7 @@ def _by_tpu_pod(env: Mapping[str, str]) -> Place | None:
         return None  # a Colab machine, or a TPU outside Google's cloud
 
 
-def _by_kubernetes(env: Mapping[str, str]) -> Place | None:
+def _place_from_kubernetes(env: Mapping[str, str]) -> Place | None:
     """Indexed jobs on GPUs. Only the cluster's API, which JAX can query, knows the number of pods."""
     if "KUBERNETES_SERVICE_HOST" not in env or "JOB_COMPLETION_INDEX" not in env:
         return None

@@ -213,12 +213,11 @@ def _health(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _flat_config(config: Any) -> dict[str, str]:
+    flat: dict[str, Any] = {}
+    for section, values in config.items() if isinstance(config, dict) else ():
+        flat |= {f"{section}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {section: values}
     shown = lambda value: "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return {
-        f"{section}.{key}" if isinstance(values, dict) else section: shown(value)
-        for section, values in (config.items() if isinstance(config, dict) else ())
-        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
-    }
+    return {key: shown(value) for key, value in flat.items()}
 
 
 def contents(run: Run) -> dict[str, Any]:

@@ -71,11 +71,11 @@ class Machine:
         return f"{self.name}: {self.chips} x {self.chip.name}" + (f" ({each})" if self.chip.platform == "tpu" else "")
 
 
-def _chip(name: str, facts: Mapping[str, Any], where: str) -> Chip:
+def _parse_chip(name: str, fields: Mapping[str, Any], where: str) -> Chip:
     known = {"from" if f.name == "source" else f.name for f in dataclasses.fields(Chip)} - {"name"}
-    if unknown := sorted(set(facts) - known):
+    if unknown := sorted(set(fields) - known):
         raise ConfigError(f"{where}: {name} has no key {unknown[0]}{did_you_mean(unknown[0], known)}")
-    values = {("source" if key == "from" else key): value for key, value in facts.items()}
+    values = {("source" if key == "from" else key): value for key, value in fields.items()}
     values["kinds"] = tuple(values.get("kinds", ()))
     required = {f.name for f in dataclasses.fields(Chip) if f.default is dataclasses.MISSING} - {"name"}
     if missing := sorted(required - set(values)):
@@ -106,7 +106,7 @@ def chips(file: str | None = None) -> dict[str, Chip]:
     facts = _read(_FACTS)
     for name, changes in (_read(Path(file).expanduser()) if file else {}).items():
         facts[name] = facts.get(name, {}) | changes
-    return {name: _chip(name, each, f"--chips {file}" if file else _FACTS.name) for name, each in facts.items()}
+    return {name: _parse_chip(name, each, f"--chips {file}" if file else _FACTS.name) for name, each in facts.items()}
 
 
 def by_kind(device_kind: str) -> Chip | None:

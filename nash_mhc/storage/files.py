@@ -41,7 +41,7 @@ def is_remote(path: str | Folder) -> bool:
 
 
 def to_path(name: str | Folder) -> Folder:
-    """Return the path for `name`, with `~` expanded; ConfigError for gs:// without the package gcsfs."""
+    """Return the path for `name`, with `~` expanded; raise ConfigError for gs:// without the package gcsfs."""
     check_scheme("", str(name), remote=True)
     if not is_remote(name):
         return Path(os.fspath(name)).expanduser()
@@ -140,7 +140,7 @@ def move(folder: Folder, target: Folder) -> None:
 
 
 def create_exclusive(path: Folder, text: str) -> None:
-    """Create a file; FileExistsError if it exists. Only one of several concurrent calls succeeds."""
+    """Create a file; raise FileExistsError if it exists. Only one of several concurrent calls succeeds."""
     if is_remote(path):
         store, name = _remote(path)
         store.pipe_file(name, text.encode(), mode="create")
@@ -303,7 +303,7 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, Overfl
 
 
 def parse_json(data: bytes | str) -> Any:
-    """Parse UTF-8 JSON; ValueError for anything else."""
+    """Parse UTF-8 JSON; raise ValueError for anything else."""
     try:
         return json.loads(data.decode("utf-8") if isinstance(data, bytes) else data)
     except RecursionError:
@@ -327,7 +327,7 @@ def reading(path: object, remedy: str = "", kind: type[ConfigError] = ConfigErro
 
 
 def read_json(path: Folder, remedy: str = "", kind: type[ConfigError] = ConfigError) -> dict[str, Any]:
-    """Return the object in a JSON file; ConfigError if it holds anything else."""
+    """Return the object in a JSON file; raise ConfigError if it holds anything else."""
     with reading(path, remedy, kind):
         values = parse_json(path.read_bytes())
         if not isinstance(values, dict):
@@ -336,7 +336,7 @@ def read_json(path: Folder, remedy: str = "", kind: type[ConfigError] = ConfigEr
 
 
 def check_types(values: Mapping[str, Any], **kinds: type) -> None:
-    """Check the type of each named value; KeyError or TypeError. Numbers must not be negative."""
+    """Check the type of each named value; may raise KeyError or TypeError. Numbers must not be negative."""
     for name, kind in kinds.items():
         value = values[name]
         is_right = isinstance(value, kind | int if kind is float else kind) and isinstance(value, bool) == (kind is bool)

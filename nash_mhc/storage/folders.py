@@ -18,14 +18,14 @@ from nash_mhc.storage.files import is_remote, to_path
 
 
 def check_is_new(out: Path) -> None:
-    """ConfigError if `out` exists and is not an empty folder."""
+    """Raise ConfigError if `out` exists and is not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out}: already exists; choose another folder, or remove it first")
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `out` on success. ConfigError for storage failures."""
+    """Yield a temporary folder that becomes `out` on success. Raise ConfigError for storage failures."""
     check_is_new(out)
     part = out.with_name(f".{out.name}.part")
     with as_config_error(f"--out {out}"):
@@ -57,7 +57,7 @@ def download_command(name: str) -> str:
 
 
 def check_model_folder(flag: str, name: str, hint: str = "") -> None:
-    """ConfigError unless `name` is a folder with a run or a model. `hint` is appended to the message."""
+    """Raise ConfigError unless `name` is a folder with a run or a model. `hint` is appended to the message."""
     folder, shown = to_path(name), f"{flag} {name}".strip()
     with as_config_error(shown):
         found = files.exists(folder, kind="directory")

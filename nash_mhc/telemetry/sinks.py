@@ -40,7 +40,10 @@ class Sink(Protocol):
         """Take a row; `file` is one of ROW_FILES and says what kind of row it is."""
 
     def flush(self, *, last: bool = False) -> None:
-        """Write the waiting rows; OSError if they have to wait longer. `last`: nothing will be added after this."""
+        """Write the waiting rows.
+
+        Raise OSError if they have to wait longer. `last`: nothing will be added after this.
+        """
 
     @property
     def waiting(self) -> int:
@@ -194,7 +197,7 @@ def _picture(values: np.ndarray) -> Summary.Image:
 
 
 def check_wandb(cfg: TelemetryConfig) -> None:
-    """ConfigError if --wandb is set but the library or a login is missing."""
+    """Raise ConfigError if --wandb is set but the library or a login is missing."""
     if cfg.wandb is None:
         return
     try:

@@ -30,7 +30,7 @@ from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.model.architectures import for_platform
 from nash_mhc.objectives.base import Batch, OpenFeed
 from nash_mhc.objectives.registry import feed_of, named_objective
-from nash_mhc.parallel.board import check_same, from_leader, leader_first
+from nash_mhc.parallel.board import check_settings_agree, from_leader, leader_first
 from nash_mhc.parallel.mesh import check_fit, make_mesh, misfits
 from nash_mhc.parallel.processes import start
 from nash_mhc.parallel.sharding import RULES
@@ -64,7 +64,7 @@ def join(cfg: RunConfig, **flags: Any) -> None:
     if cfg.telemetry.profiled is not None:
         disable_command_buffers()
     if start(cfg.mesh) > 1:
-        check_same(settings_of_run(cfg) | {f"--{name.replace('_', '-')}": value for name, value in flags.items()})
+        check_settings_agree(settings_of_run(cfg) | {f"--{name.replace('_', '-')}": value for name, value in flags.items()})
 
 
 def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
@@ -184,7 +184,9 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     cfg, feed = feed_of(cfg.objective.name).open(cfg, source, tokenizer, mesh)
     identity = feed.identity(source)
     if jax.process_count() > 1:
-        check_same({f"the data of --dataset {cfg.data.dataset}": identity}, timeout=math.inf)  # opening data may take long
+        check_settings_agree(
+            {f"the data of --dataset {cfg.data.dataset}": identity}, timeout=math.inf
+        )  # opening data may take long
     from_leader(lambda: check_resume(cfg, rows=identity, other_data=feed.described))
     from_leader(lambda: check_wandb(cfg.telemetry))
 

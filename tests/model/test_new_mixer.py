@@ -50,7 +50,7 @@ class GatedAttention(eqx.Module):
         return self.base.output(constrain(gate_BTN[..., None] * mixed_BTNH, *PER_HEAD))
 
     def __call__(self, x_BTD: Array, layout: AttentionLayout, *, window: int | None, kernel: str) -> Array:
-        segments_BT, positions_BT, documents = layout.unspread().at(0, 1)
+        segments_BT, positions_BT, documents = layout.original_layout().at(0, 1)
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         q_BTNH, k_BTKH, v_BTKH = self.base.project(x_BTD)
         rows = AttentionInput(*self.base.rotate(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)

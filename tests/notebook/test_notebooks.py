@@ -27,7 +27,7 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.hub.load import load
 from nash_mhc.notebook.devices import Found, detect, device_sentence, mesh_flags, propose
-from nash_mhc.notebook.training import Stopped, follow, generate, pack, start
+from nash_mhc.notebook.training import CellError, follow, generate, pack, start
 from nash_mhc.runtime.hardware import device_memory, known_memory
 from nash_mhc.runtime.signals import TRY_AGAIN
 
@@ -194,7 +194,7 @@ def test_interrupting_the_cell_sends_one_signal_to_the_run(tmp_path):
     with pytest.raises(CellExecutionError) as ended:
         execute(notebook, tmp_path, meanwhile=interrupt)
     told = "SIGTERM: nothing is lost; start the same command again   # or run this cell again"
-    assert (ended.value.ename, ended.value.evalue, ended.value.traceback.count("Traceback")) == ("Stopped", told, 0)
+    assert (ended.value.ename, ended.value.evalue, ended.value.traceback.count("Traceback")) == ("CellError", told, 0)
 
 
 def test_an_early_interrupt_stops_the_run(tmp_path, monkeypatch):
@@ -206,7 +206,7 @@ def test_an_early_interrupt_stops_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("IPython.display.display", interrupted)
     training = start(str(tmp_path / "run"), [])
     assert os.getpgid(training.process.pid) != os.getpgrp()  # what interrupts the cell's processes leaves it alone
-    with pytest.raises(Stopped, match="SIGTERM: nothing is lost"):
+    with pytest.raises(CellError, match="SIGTERM: nothing is lost"):
         follow(training)
     assert training.process.poll() == TRY_AGAIN
 
@@ -261,11 +261,11 @@ def test_notebook_errors_are_one_line(tmp_path, monkeypatch):
         with pytest.raises(ConfigError, match=r"three numbers, .*2x2x2") as error:
             mesh_flags(wrong)
         assert error.value._render_traceback_() == [f"error: {error.value}"]
-    with pytest.raises(Stopped, match="name a folder"):
+    with pytest.raises(CellError, match="no folder given"):
         start(" ", [])
-    with pytest.raises(Stopped, match="no complete checkpoint"):
+    with pytest.raises(CellError, match="no complete checkpoint"):
         pack(str(tmp_path), str(tmp_path / "a.zip"))
-    with pytest.raises(Stopped, match=r"^error: --max-tokens"):
+    with pytest.raises(CellError, match=r"^error: --max-tokens"):
         generate(str(tmp_path), "--max-tokens", "some")
     with pytest.raises(ConfigError, match="no health/scale_entropy"):
         pictures.health([{"step": 1, "loss": 1.0}])

@@ -105,7 +105,7 @@ def counted_endings(endings: dict[str, int], most: int = 6) -> str:
 def find_files(dataset: str, extensions: str | None = None) -> tuple[list[Path], dict[str, int]]:
     """Return the files of a file name, a folder or a glob, sorted by name, and the ignored ones counted by extension.
 
-    ConfigError if there is no file with text. Hidden files are skipped.
+    Raise ConfigError if there is no file with text. Hidden files are skipped.
     """
     path = Path(dataset)
     if path.is_file():
@@ -144,7 +144,7 @@ class Columns(NamedTuple):
     is_record: bool = True  # a document is a record of these columns, not the text of a single one
 
     def among(self, names: Collection[str], where: str) -> list[str]:
-        """Return the columns that are present; ConfigError if a needed one is missing."""
+        """Return the columns that are present; raise ConfigError if a needed one is missing."""
         for name in self.needed:
             if name not in names:
                 remedy = "--format requires it" if self.is_record else "name the text column with --text-field"
@@ -271,7 +271,7 @@ def _line_end(data: bytes) -> int:
 
 @contextlib.contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
-    """Open a table; ConfigError if it is damaged, also while it is read."""
+    """Open a table; raise ConfigError if it is damaged, also while it is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

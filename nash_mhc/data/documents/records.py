@@ -59,7 +59,7 @@ class Span(NamedTuple):
 
 
 def text_of(value: Any, where: str, name: str) -> str:
-    """Return the text of a field, "" for null; ConfigError if it is not text."""
+    """Return the text of a field, "" for null; raise ConfigError if it is not text."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -102,7 +102,7 @@ class FieldTemplate(NamedTuple):
         return [name for section in self.sections if section.is_optional for name in section.fields]
 
     def fill(self, record: Any, where: str) -> tuple[Part, ...]:
-        """Return the text of a record; ConfigError if a required field is missing or empty."""
+        """Return the text of a record; raise ConfigError if a required field is missing or empty."""
         if not isinstance(record, Mapping):
             raise ConfigError(f"{where}: not an object with fields, but a value of type {type(record).__name__}")
         parts: list[Part] = []
@@ -189,7 +189,10 @@ Message = tuple[str, tuple[Part, ...]]  # role, content
 
 
 def conversation(messages: Sequence[Message], where: str, form: Mapping[str, Any], loss_on: str) -> list[Span]:
-    """Render messages with a tokenizer's chat template (`Tokenizer.chat_form`); ConfigError if it rejects them."""
+    """Render messages with a tokenizer's chat template (`Tokenizer.chat_form`).
+
+    Raise ConfigError if it rejects them.
+    """
     is_answer = [role in ANSWERS for role, _ in messages]
     texts = [part.text for role, content in messages for part in (Part(role), *content)]
     mark = next(chr(code) for code in _UNUSED if not any(chr(code) in text for text in texts))
@@ -274,7 +277,10 @@ def _compile(template: str) -> Any:
 
 
 def check_template(template: str) -> str:
-    """Return the value of --template with escapes (\\n, \\t) resolved; ConfigError unless it has one {content}."""
+    """Return the value of --template with escapes (\\n, \\t) resolved.
+
+    Raise ConfigError unless it has one {content}.
+    """
     text = template.replace("\\n", "\n").replace("\\t", "\t")
     names = re.findall(r"\{(\w*)\}", text)
     if names.count("content") != 1 or set(names) - {"role", "content"}:

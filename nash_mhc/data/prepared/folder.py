@@ -123,7 +123,7 @@ class Manifest:
         return manifest
 
     def _check_types(self) -> None:
-        """KeyError, TypeError or ValueError for values that no version wrote."""
+        """Raise KeyError, TypeError or ValueError for values that no version wrote."""
         check_types(vars(self), recipe=dict, bytes=int, empty=int, about=dict)
         check_types(self.recipe, seq_len=int, align=int, content=str, split=str, eval_split=str, validation_fraction=float)
         check_types(self.recipe["tokenizer"], fingerprint=str, vocab_size=int, end=int)
@@ -177,7 +177,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def check_files(folder: Path, expected: dict[str, tuple[int | None, str]]) -> None:
-    """Compare files with their (size, hash); Damaged names the first that differs."""
+    """Compare files with their (size, hash); raise Damaged naming the first that differs."""
     remedy = "remove the folder and prepare the data again"
     for name, (size, _) in expected.items():
         try:

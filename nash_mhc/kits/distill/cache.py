@@ -61,7 +61,7 @@ def _record(manifest: Manifest, tokens: int, temperatures: int) -> np.dtype:
 
 
 def read_teacher_json(folder: Path) -> dict[str, Any]:
-    """Return the content of teacher.json; ConfigError if there is none or it is damaged."""
+    """Return the content of teacher.json; raise ConfigError if there is none or it is damaged."""
     if not (folder / FILE).exists():
         raise ConfigError(f"--dataset {folder}: contains no teacher logits; {_HOW}")
     about = read_json(folder / FILE, _AGAIN, Damaged)
@@ -132,7 +132,7 @@ def cache_size(folder: Path, settings: CacheSettings) -> tuple[int, int]:
 
 
 def check_disk_space(folder: Path, needed: int) -> None:
-    """ConfigError if the disk has fewer bytes left."""
+    """Raise ConfigError if the disk has fewer bytes left."""
     written = sum(f.stat().st_size for f in folder.glob("*.teacher*"))
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(folder).free) + written < needed:
@@ -143,7 +143,7 @@ def check_disk_space(folder: Path, needed: int) -> None:
 
 
 def write_cache(folder: Path, loaded: Loaded, teacher: dict[str, Any], mesh: Mesh, settings: CacheSettings, tick: Tick) -> None:
-    """Write the records of all splits, then teacher.json; ConfigError if another teacher's cache was begun there.
+    """Write the records of all splits, then teacher.json; raise ConfigError if another teacher's cache was begun there.
 
     Every process calls it, and they share the folder. A stopped call resumes with the same bytes.
     """

@@ -40,7 +40,7 @@ class Link(NamedTuple):
 
 
 def _flags(where: str, settings: Any, others: tuple[str, ...] = ()) -> list[str]:
-    """Return `total_steps: 300` as `--total-steps 300`; ConfigError for unknown keys."""
+    """Return `total_steps: 300` as `--total-steps 300`; raise ConfigError for unknown keys."""
     if not isinstance(settings, dict):
         raise ConfigError(f"{where}: must contain keys and values, such as total_steps: 300")
     words: list[str] = []
@@ -61,7 +61,7 @@ def _flags(where: str, settings: Any, others: tuple[str, ...] = ()) -> list[str]
 
 
 def read_chain(file: Path, out: Path) -> list[Link]:
-    """Return the commands of a chain, checked; ConfigError names the place in the file."""
+    """Return the commands of a chain, checked; raise ConfigError naming the place in the file."""
     chain = values_of(str(file))
     if not isinstance(chain, dict) or not isinstance(chain.get("stages"), list) or not chain["stages"]:
         raise ConfigError(f"{file}: must contain a list of stages; see recipes/kd-qat-2bit.yaml")

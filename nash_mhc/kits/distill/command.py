@@ -42,7 +42,7 @@ def cache_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def _settings(own: argparse.Namespace, batch_size: int, vocab_size: int) -> CacheSettings:
-    """Return the checked settings of the cache; ConfigError."""
+    """Return the checked settings of the cache; may raise ConfigError."""
     from nash_mhc.kits.distill.cache import CacheSettings
 
     if own.top_k < 1:
@@ -121,7 +121,10 @@ def cache_command(argv: Sequence[str]) -> int:
 
 
 def _prepare(cfg: DataConfig, alignment: int, loaded: Any, out: Path, has_tokenizer: bool) -> None:
-    """Prepare the dataset in `out`, or copy a prepared folder there; ConfigError if it does not fit the teacher."""
+    """Prepare the dataset in `out`, or copy a prepared folder there.
+
+    Raise ConfigError if it does not fit the teacher.
+    """
     from nash_mhc.data.prepared.folder import FILE, Manifest
     from nash_mhc.data.prepared.prepare import prepare
     from nash_mhc.data.recipe import make_recipe

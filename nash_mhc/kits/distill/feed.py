@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, RunConfig, TrainConfig
 from nash_mhc.data.pack import RowSource
-from nash_mhc.data.sources import Opener, Opening, check_recipe
+from nash_mhc.data.sources import Opener, OpenRequest, check_recipe
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.hub.load import shape_of
 from nash_mhc.kits.distill.cache import CachedRows, read_teacher_json
@@ -118,8 +118,8 @@ class DistillFeed(Feed):
         return FeedMemory(weights, logits + layers, layers, max(reading, default=0.0))
 
 
-def _open_cache(opening: Opening, *, temperature: float) -> RowSource:
-    cfg, tokenizer, split, _, align = opening
+def _open_cache(request: OpenRequest, *, temperature: float) -> RowSource:
+    cfg, tokenizer, split, _, align = request
     folder = Path(cfg.dataset)
     read_teacher_json(folder)  # a folder without a cache is a clear error
     check_recipe(folder, cfg, tokenizer, align)
@@ -130,7 +130,10 @@ _cached_shape = functools.lru_cache(8)(shape_of)
 
 
 def _shapes(d: DistillConfig, init_from: str | None) -> list[tuple[ArchitectureConfig, Any]]:
-    """Return (configuration, tree of shapes) of each online teacher; ConfigError for a folder that holds no model."""
+    """Return (configuration, tree of shapes) of each online teacher.
+
+    Raise ConfigError for a folder that holds no model.
+    """
     named = [("--distill-teacher", d.teacher), ("--init-from", init_from if d.anchor else None)]
     found = [_cached_shape(name, flag) for flag, name in named if name is not None]
     return [(run.model, tree) for run, tree in found]

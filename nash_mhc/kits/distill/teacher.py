@@ -79,7 +79,7 @@ def top_k_reader(
 
 
 def check_random_vocab(subject: str, random_vocab: int, vocab_size: int, *, is_fixed: bool, remedy: str) -> None:
-    """ConfigError if random tokens are from a vocabulary of another size than the student's.
+    """Raise ConfigError if random tokens are from a vocabulary of another size than the student's.
 
     is_fixed: the student's size comes with its initial weights.
     """

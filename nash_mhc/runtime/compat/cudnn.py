@@ -14,7 +14,7 @@ SEEN = ("0.10.2", "0.11.2")  # of jax
 
 
 def fused() -> Any:
-    """Return JAX's module with cuDNN attention; ImportError without it, so check `is_known` first."""
+    """Return JAX's module with cuDNN attention; raise ImportError without it, so check `is_known` first."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo

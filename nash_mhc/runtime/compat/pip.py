@@ -8,7 +8,7 @@ SEEN = ("23.2.1",)
 
 
 def default_index() -> str:
-    """Return the address of the default index; ConfigError without pip's private name."""
+    """Return the address of the default index; raise ConfigError without pip's private name."""
     try:
         from pip._internal.models.index import PyPI
 

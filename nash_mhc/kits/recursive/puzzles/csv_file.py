@@ -24,7 +24,7 @@ import numpy as np
 from nash_mhc.config.fields import ConfigError
 from nash_mhc.data.pack import NothingHeldOut, RowSource
 from nash_mhc.data.prepared.folder import write_file
-from nash_mhc.data.sources import DataSource, Opening
+from nash_mhc.data.sources import DataSource, OpenRequest
 from nash_mhc.data.stories import SPLITS
 from nash_mhc.data.workers import progress
 from nash_mhc.kits.recursive.puzzles import maze
@@ -268,9 +268,9 @@ def _kind_of_file(path: Path) -> Kind:
     return kind_of_text(first.question)
 
 
-def _open_source(opening: Opening) -> RowSource:
-    cfg, share = opening.cfg, opening.cfg.validation_fraction
-    return CsvRows(cfg.dataset, seed=opening.seed, split=opening.split, validation_fraction=share, cache_dir=cfg.cache_dir)
+def _open_source(request: OpenRequest) -> RowSource:
+    cfg, share = request.cfg, request.cfg.validation_fraction
+    return CsvRows(cfg.dataset, seed=request.seed, split=request.split, validation_fraction=share, cache_dir=cfg.cache_dir)
 
 
 FILES = DataSource(

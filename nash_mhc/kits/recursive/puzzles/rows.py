@@ -22,7 +22,7 @@ from nash_mhc.config.fields import ConfigError, Settings
 from nash_mhc.data.order import combine, mix, permuted, shuffled
 from nash_mhc.data.pack import Rows, RowSource
 from nash_mhc.data.prepared.folder import write_file
-from nash_mhc.data.sources import DataSource, Opening
+from nash_mhc.data.sources import DataSource, OpenRequest
 from nash_mhc.data.stories import SPLITS
 from nash_mhc.data.tokenizer import Tokenizer
 from nash_mhc.data.workers import progress
@@ -238,11 +238,11 @@ def puzzle_settings(kind: Kind, values: Mapping[str, Any]) -> Settings:
     return {path: (value, f"puzzles {dataset}") for path, value in settings.items()}
 
 
-def _open(opening: Opening) -> RowSource:
-    cfg = opening.cfg
+def _open(request: OpenRequest) -> RowSource:
+    cfg = request.cfg
     if cfg.dataset_name is not None:
         raise ConfigError(f"--dataset-name {cfg.dataset_name}: puzzles have no variants; omit it")
-    return PuzzleRows(cfg.dataset, seed=opening.seed, split=opening.split, cache_dir=cfg.cache_dir)
+    return PuzzleRows(cfg.dataset, seed=request.seed, split=request.split, cache_dir=cfg.cache_dir)
 
 
 GENERATED = DataSource(
