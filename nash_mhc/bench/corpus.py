@@ -51,15 +51,9 @@ _CODE_PER_ARCHIVE = 8_000_000  # most bytes of code from one archive, so that no
 
 def _index() -> str:
     """Return the address of pip's package index."""
-    for source in (os.environ.get("PIP_INDEX_URL"), _pip_output(["config", "get", "global.index-url"])):
-        if source:
-            return source.rstrip("/")
-    return default_index()
-
-
-def _pip_output(argv: Sequence[str]) -> str:
-    done = subprocess.run([sys.executable, "-m", "pip", *argv], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
+    command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    configured = os.environ.get("PIP_INDEX_URL") or subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return configured.strip().rstrip("/") or default_index()
 
 
 def _fetched(archive: str, index: str, cache: Path) -> Path:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from nash_mhc.bench.findings import Figures, compare, verdict
 from nash_mhc.bench.recall import RecallRows, distances
-from nash_mhc.bench.step import read_late
+from nash_mhc.bench.step import read_late, settings_of
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, ModelConfig, RunConfig
 from nash_mhc.data.pack import Rows
@@ -27,7 +27,6 @@ from nash_mhc.data.sources import RowSource, loss_floor, open_held_out, open_sou
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.model.architectures import count_parameters, for_platform
 from nash_mhc.model.lm import LM
-from nash_mhc.parallel.mesh import describe
 from nash_mhc.train.device_batches import abstract_batch, host_batches, prefetched
 from nash_mhc.train.evaluate import Evaluator
 from nash_mhc.train.inputs import resolve
@@ -265,10 +264,10 @@ def parse_learning_rates(text: str | None, default: float) -> list[float]:
         return [default]
     try:
         rates = sorted({float(rate) for rate in text.split(",")})
+        if not all(0 < rate < math.inf for rate in rates):
+            raise ValueError
     except ValueError:
-        raise ConfigError(f"--learning-rates {text} must be comma-separated numbers, such as 1e-3,2e-3,4e-3") from None
-    if not all(0 < rate < math.inf for rate in rates):
-        raise ConfigError(f"--learning-rates {text}: every rate must be a number above 0")
+        raise ConfigError(f"--learning-rates {text} must be comma-separated numbers above 0, such as 1e-3,2e-3,4e-3") from None
     return rates
 
 
@@ -324,10 +323,9 @@ def bench_quality(
     compare(measured)
     floor = floors[0] if task == "text" and (floors := loss_floor(cfg.data, tokenizer)) else None
     below, text = verdict(measured, floor)
-    return {
-        "devices": describe(mesh), "model_size": cfg.model_size, "dtype": base.train.dtype, "steps": cfg.train.total_steps,
-        "task": task, "dataset": cfg.data.dataset if task == "text" else task,
-        "batch": f"{cfg.train.grad_accum} x {B} x {cfg.data.seq_len}", "align": align, "seeds": numbers,
+    return settings_of(base, mesh) | {
+        "steps": cfg.train.total_steps, "task": task, "dataset": cfg.data.dataset if task == "text" else task,
+        "align": align, "seeds": numbers,
         "eval_rows": min(batches * B, len(held_out)), "floor_nats_per_token": floor,
         "variants": measured, "nash_below_dense": below, "verdict": text,
     }  # fmt: skip

@@ -47,11 +47,11 @@ class Part(NamedTuple):
     run: Callable[[Any, Any, Any], Any]
     flops: float
     flops_backward: float
-    in_layer: bool  # runs in the compute dtype, under the run's remat
-    rereads_inputs: bool  # whether the backward pass reads the inputs again
     has_gradient: bool
-    unread: int  # bytes of the inputs that are not read
-    written: Callable[[Any], Any]  # output -> the output without arrays that only pass through
+    in_layer: bool = True  # runs in the compute dtype, under the run's remat
+    rereads_inputs: bool = True  # whether the backward pass reads the inputs again
+    unread: int = 0  # bytes of the inputs that are not read
+    written: Callable[[Any], Any] = lambda out: out  # output -> the output without arrays that only pass through
 
 
 class Arrays(NamedTuple):
@@ -79,21 +79,17 @@ class _Recorder:
 
     def run(
         self, name: str, times: int, run: Callable[[Any, Any, Any], Any], module: tuple[Any, Any], inputs: Any = (),
-        constants: Any = (), *, flops: float = 0.0, rows: int | None = None, in_layer: bool = True,
-        rereads_inputs: bool = True, has_gradient: bool = True, unread: int = 0,
-        written: Callable[[Any], Any] = lambda out: out,
+        constants: Any = (), *, flops: float = 0.0, rows: int | None = None, has_gradient: bool = True, **traits: Any,
     ) -> Any:  # fmt: skip
         """Run a part on `module`, its (trained, frozen) weights. `flops` are those without weights, forward.
 
-        `rows` is the number of rows of a table that count as a matrix.
+        `rows` is the number of rows of a table that count as a matrix. `traits` are the optional fields of Part.
         """
         trained, frozen = module
         used, learned = (_matrix_size(tree, rows) for tree in (eqx.combine(trained, frozen), trained))
         has_gradient = has_gradient and bool(jax.tree.leaves((trained, inputs)))
-        part = Part(
-            name, times, run, flops + 2.0 * self._tokens * used, 2 * flops + 2.0 * self._tokens * (used + learned),
-            in_layer, rereads_inputs, has_gradient, unread, written,
-        )  # fmt: skip
+        work, work_backward = flops + 2.0 * self._tokens * used, 2 * flops + 2.0 * self._tokens * (used + learned)
+        part = Part(name, times, run, work, work_backward, has_gradient, **traits)
         arrays = Arrays(trained, frozen, inputs, constants, None)
         out = run(module_of(part, arrays, self._dtype), inputs, constants)
         self.parts[name], self.arrays[name] = part, arrays._replace(out=out)

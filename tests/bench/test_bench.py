@@ -465,7 +465,7 @@ def test_recall_is_scored_by_distance(compared):
             "quality --learning-rates 1e-3,fast",
             "--learning-rates 1e-3,fast must be comma-separated numbers",
         ),
-        ("quality --learning-rates 1e-3,0", "--learning-rates 1e-3,0: every rate must be a number above 0"),
+        ("quality --learning-rates 1e-3,0", "--learning-rates 1e-3,0 must be comma-separated numbers above 0"),
         ("quality --task recal", "--task: invalid choice: 'recal'"),
         (
             "quality --task recall --seq-len 4096",

@@ -185,7 +185,7 @@ def test_raised_errors_are_not_logged_as_well(monkeypatch):
 
 def test_a_corpus_needs_a_package_index(without, monkeypatch):
     monkeypatch.delenv("PIP_INDEX_URL", raising=False)
-    monkeypatch.setattr(corpus, "_pip_output", lambda argv: "")
+    monkeypatch.setattr(corpus.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=""))
     assert corpus._index() == pip.default_index()
     without("pip._internal.models.index")
     with pytest.raises(ConfigError, match="PIP_INDEX_URL"):
