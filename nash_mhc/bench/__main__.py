@@ -62,12 +62,8 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         add("--learning-rates", metavar="A,B,...", help=text)
         text = "text: the run's dataset; recall: synthetic key-value recall [text]"
         add("--task", choices=["text", "recall"], default="text", help=text)
-        add(
-            "--picture",
-            type=local_path,
-            metavar="FILE",
-            help="SVG file for a plot of loss against tokens and seconds; needs matplotlib",
-        )
+        text = "SVG file for a plot of loss against tokens and seconds; needs matplotlib"
+        add("--picture", type=local_path, metavar="FILE", help=text)
     add("--json", type=local_path, metavar="FILE", help="also write the results to this file ('-': write only JSON, to stdout)")
 
 
