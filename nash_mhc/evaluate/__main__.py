@@ -19,24 +19,16 @@ from nash_mhc.evaluate.tasks import BYTES, HELD_OUT, STORIES
 from nash_mhc.storage.files import is_remote, to_path
 
 _HEAD = ("task", "metric", "value", "stderr")
-# flag -> (bounds, default, help)
-_OPTIONS: dict[str, tuple[dict[str, Any], int | None, str]] = {
-    "--batch-size": ({"low": 1}, 8, "sequences per forward pass over all devices; a multiple of mesh-data x mesh-fsdp"),
-    "--limit": (
-        {"low": 1},
-        None,
-        "use only the first documents of each task (for stories, held_out and bytes:FILE: the first sequences)",
-    ),
-    "--num-fewshot": ({"low": 0}, None, "number of examples before each question (default: set by the task)"),
-    "--step": ({"low": 0}, None, "checkpoint to use (default: the run's final one)"),
-    "--mesh-data": ({"low": -1}, 1, "number of data-parallel replicas; -1: fill the remaining devices"),
-    "--mesh-fsdp": ({"low": -1}, 1, "devices to split the parameters and the batch over; -1: fill the remaining devices"),
-    "--mesh-tp": ({"low": -1}, 1, "devices to split heads, MLP and vocabulary over; -1: fill the remaining devices"),
-    "--num-devices": (
-        {"low": 1},
-        None,
-        "limit on the devices to use (default: 1 without --mesh flags, else all; a CPU emulates the mesh)",
-    ),
+# flag -> (lowest value, default, help)
+_OPTIONS: dict[str, tuple[int, int | None, str]] = {
+    "--batch-size": (1, 8, "sequences per forward pass over all devices; a multiple of mesh-data x mesh-fsdp"),
+    "--limit": (1, None, "use only the first documents of each task (of stories, held_out and bytes:FILE: sequences)"),
+    "--num-fewshot": (0, None, "number of examples before each question (default: set by the task)"),
+    "--step": (0, None, "checkpoint to use (default: the run's final one)"),
+    "--mesh-data": (-1, 1, "number of data-parallel replicas; -1: fill the remaining devices"),
+    "--mesh-fsdp": (-1, 1, "devices to split the parameters and the batch over; -1: fill the remaining devices"),
+    "--mesh-tp": (-1, 1, "devices to split heads, MLP and vocabulary over; -1: fill the remaining devices"),
+    "--num-devices": (1, None, "limit on the devices (default: 1 without --mesh flags, else all; a CPU emulates the mesh)"),
 }
 _ABOUT = """Evaluate a model on tasks of lm-evaluation-harness and held-out text, on one device or a mesh. Generation tasks
 (generate_until) run on one device, which must hold all weights."""
@@ -55,8 +47,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=local_path, metavar="FILE", help="also write the results to this file")
     logs.add_flag(parser)
     args = parser.parse_strictly(argv, "give tasks with --tasks, separated by commas")
-    for flag, (bounds, default, _) in _OPTIONS.items():
-        check_field(flag, getattr(args, flag[2:].replace("-", "_")), int | None if default is None else int, bounds)
+    for flag, (low, default, _) in _OPTIONS.items():
+        check_field(flag, getattr(args, flag[2:].replace("-", "_")), int | None if default is None else int, {"low": low})
     args.tasks = list(dict.fromkeys(name.strip() for name in (args.tasks or "").split(",") if name.strip()))
     if not args.tasks:
         raise ConfigError("no tasks given; try --tasks stories, --tasks bytes:README.md or --tasks arc_easy,hellaswag")
