@@ -7,6 +7,7 @@ memory. Both are needed by the training process, not by the notebook.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import NamedTuple
@@ -55,19 +56,12 @@ def device_sentence(found: Found) -> str:
     return f"These are {found.number} {found.kind} {noun}s{memory}{' each' * bool(memory)}."
 
 
-def mesh_shape(mesh: str) -> tuple[int, int, int]:
-    """Parse `2x2x2` to (2, 2, 2); -1 takes the remaining devices."""
-    try:
-        data, fsdp, tp = (int(size) for size in mesh.lower().split("x"))
-        if min(data, fsdp, tp) < -1 or 0 in (data, fsdp, tp):
-            raise ValueError
-    except ValueError:
-        raise ConfigError(f"mesh {mesh!r}: write data x fsdp x tp as three numbers, for example 2x2x2") from None
-    return data, fsdp, tp
-
-
 def mesh_flags(mesh: str) -> list[str]:
-    return [word for axis, size in zip(_AXES, mesh_shape(mesh), strict=True) for word in (f"--mesh-{axis}", str(size))]
+    """Return the flags for a mesh such as `2x2x2`; -1 takes the remaining devices."""
+    sizes = mesh.lower().split("x")
+    if len(sizes) != len(_AXES) or not all(re.fullmatch(r"-1|[1-9]\d*", size.strip()) for size in sizes):
+        raise ConfigError(f"mesh {mesh!r}: write data x fsdp x tp as three numbers, for example 2x2x2")
+    return [word for axis, size in zip(_AXES, sizes, strict=True) for word in (f"--mesh-{axis}", size.strip())]
 
 
 def propose(found: Found) -> Proposal:
@@ -81,8 +75,7 @@ def propose(found: Found) -> Proposal:
     from nash_mhc.model.architectures import count_parameters  # imports JAX
 
     # Eight or more devices are split along all axes; fewer share the parameters, because memory is scarce then.
-    mesh = f"{found.number // 4}x2x2" if found.number % 8 == 0 else f"1x{found.number}x1"
-    data, fsdp, tp = mesh_shape(mesh)
+    data, fsdp, tp = (found.number // 4, 2, 2) if found.number % 8 == 0 else (1, found.number, 1)
     for size in reversed(presets.sizes()):
         run, model, parameters = presets.run(size), presets.model(size), count_parameters(presets.model(size))
         state = _BYTES_PER_PARAMETER * parameters / (fsdp * tp)
@@ -98,7 +91,7 @@ def propose(found: Found) -> Proposal:
                 f"and about {count * per_sequence / 2**30:.1f} GiB for {count} sequence{'s' * (count > 1)} of "
                 f"{run.data.seq_len} tokens."
             )
-            return Proposal(sentence, size, mesh, batch, max(1, run.data.batch_size // batch), why)
+            return Proposal(sentence, size, f"{data}x{fsdp}x{tp}", batch, max(1, run.data.batch_size // batch), why)
     return small("No larger preset fits its memory.")
 
 
