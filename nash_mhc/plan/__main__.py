@@ -14,8 +14,9 @@ from typing import Any
 from nash_mhc.config import logs
 from nash_mhc.config.commands import file_to_write, local_path, module_command, one_line_errors
 from nash_mhc.config.kits import deferred
-from nash_mhc.config.parsing import Parsed, as_flags, parse, shown
-from nash_mhc.config.schema import ConfigError
+from nash_mhc.config.parsing import as_flags, parse, shown
+from nash_mhc.config.schema import ConfigError, RunConfig
+from nash_mhc.runtime import chips
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _AXES = ("data", "fsdp", "tp")
@@ -24,13 +25,8 @@ _AXES = ("data", "fsdp", "tp")
 def own_flags(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--chip", metavar="NAME", default=None, help="machine to plan for, such as v6e-8, h100-16 or cpu (required)")
-    add(
-        "--chips",
-        type=local_path,
-        metavar="FILE",
-        default=None,
-        help="YAML file with data or prices of chips, which overrides the built-in table",
-    )
+    prices = "YAML file with data or prices of chips, which overrides the built-in table"
+    add("--chips", type=local_path, metavar="FILE", default=None, help=prices)
     add("--tokens", metavar="N", default=None, help="number of training tokens, such as 100B, to estimate hours and dollars")
     add("--top", metavar="N", type=int, default=8, help="rows to show [8]")
     methods = "estimate (takes seconds), or compile the best three to verify them (takes minutes) [estimate]"
@@ -52,21 +48,19 @@ def number_of_tokens(text: str) -> float:
     return number
 
 
-def _machine(own: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Any, str | None]:
+def _machine(own: argparse.Namespace, given: Mapping[str, Any]) -> tuple[chips.Machine, str | None]:
     """Return the machine to plan for, and a note if the given mesh needs a larger one than --chip."""
-    from nash_mhc.runtime.chips import chips, machine, next_larger, this_cpu
-
-    known = chips(own.chips)
+    known = chips.chips(own.chips)
     if own.chip is None:
         raise ConfigError(f"--chip is missing; give a machine, such as v6e-8; choose from cpu, {', '.join(known)}")
-    named = this_cpu() if own.chip.lower() == "cpu" else machine(own.chip, known)
+    named = chips.this_cpu() if own.chip.lower() == "cpu" else chips.machine(own.chip, known)
     sizes = [given.get(f"mesh.{axis}", 1) for axis in _AXES]
     axes_given = sum(f"mesh.{axis}" in given for axis in _AXES)
     need = math.prod(size for size in sizes if size != -1)
     if not axes_given or -1 in sizes or need == named.chips or (axes_given < 3 and named.chips % need == 0):
         return named, None
     shape = "x".join(map(str, sizes))
-    for larger in next_larger(named):
+    for larger in chips.next_larger(named):
         if larger.chips == need:
             count = f"{named.chips} chip{'s' * (named.chips > 1)}"
             return larger, f"{named.name} is {count}, and mesh {shape} needs {need}: this is the plan for {larger.name}"
@@ -75,13 +69,13 @@ def _machine(own: argparse.Namespace, given: Mapping[str, Any]) -> tuple[Any, st
     )
 
 
-def _advice(parsed: Parsed, cfg: Any, machine: Any, smallest: Any) -> str:
-    """Return the smallest changes with which the run would fit."""
+def _advice(given: Mapping[str, Any], cfg: RunConfig, machine: chips.Machine, need: float) -> str:
+    """Return the smallest changes with which the run would fit; `need` is the memory of the smallest layout."""
     from nash_mhc.estimate.candidates import nearest_that_fit
 
-    need, capacity = smallest.memory.total / 2**30, smallest.capacity / 2**30
-    lines = [f"nothing fits: the smallest layout needs {need:.1f} GiB of a chip's {capacity:.1f} GiB. What would fit:"]
-    for change, best in nearest_that_fit(cfg, machine, parsed.given):
+    size = f"{need / 2**30:.1f} GiB of a chip's {machine.chip.memory / 2**30:.1f} GiB"
+    lines = [f"nothing fits: the smallest layout needs {size}. What would fit:"]
+    for change, best in nearest_that_fit(cfg, machine, given):
         lines.append(f"  {change}: {best.memory.total / 2**30:.1f} GiB per chip with {' '.join(as_flags(best.settings))}")
     if len(lines) == 1:
         lines.append(f"  no smaller batch, and no larger slice of {machine.chip.name}")
@@ -146,7 +140,7 @@ def main() -> int:
     show.show(machine, rows[: own.top], parameters=parameters, tokens=tokens, count=len(found))
     for each in verified:
         print("\n" + each["sentence"])
-    print(f"\n{command}" if command else "\n" + _advice(parsed, cfg, machine, min(found, key=lambda c: c.memory.total)))
+    print(f"\n{command}" if command else "\n" + _advice(parsed.given, cfg, machine, min(c.memory.total for c in found)))
     return 0
 
 
