@@ -180,7 +180,8 @@ class Registry(MutableMapping[str, T], Generic[T]):
     `seam` is the field of Kit that lists the kits' entries.
     """
 
-    def __init__(self, seam: str, known: Mapping[str, T]) -> None:
+    def __init__(self, seam: str, known: Mapping[str, T | str]) -> None:
+        """`known` may have absolute references, "module:attribute"."""
         self._seam, self._known = seam, dict(known)
 
     def _offered(self) -> dict[str, Any]:
@@ -190,10 +191,8 @@ class Registry(MutableMapping[str, T], Generic[T]):
         return {name: absolute(kit, entry) for kit, offered in offers.items() for name, entry in offered.items()}
 
     def __getitem__(self, name: str) -> T:
-        if name in self._known:
-            return self._known[name]
-        offered = self._offered()[name]
-        return load(offered) if isinstance(offered, str) else offered
+        entry = self._known[name] if name in self._known else self._offered()[name]
+        return load(entry) if isinstance(entry, str) else entry
 
     def __contains__(self, name: object) -> bool:
         return name in self._known or name in self._offered()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
+import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nash_mhc.config import logs
 from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, one_line_errors, run_path
@@ -17,6 +20,10 @@ from nash_mhc.config.kits import load as load_reference
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage.folders import check_is_new, check_model_folder
 
+if TYPE_CHECKING:
+    import numpy as np
+
+log = logging.getLogger(__name__)
 ABOUT = {
     "import": "Convert a Hugging Face folder or PEFT adapters to a run directory. (`train --init-from` also reads them "
     "directly.)",
@@ -110,16 +117,20 @@ def _export(argv: Sequence[str]) -> int:
     if not loaded.config.lora.rank:
         return _write(args, loaded)
     from nash_mhc.checkpoint.run_folder import RunFolder
-    from nash_mhc.hub.adapters import DTYPES, export_adapters
-    from nash_mhc.hub.stored import base_record
+    from nash_mhc.hub.adapters import IMPORTED_DTYPES, export_adapters
+    from nash_mhc.hub.load import base_record, format_of
 
+    if format_of(args.folder) is not None:
+        raise ConfigError(
+            f"{args.folder}: only the adapters of a run can be exported; hub merge writes one model with its base"
+        )
     if args.dtype not in ("auto", "float32"):
         raise ConfigError(
             f"--dtype {args.dtype}: adapters are exported as imported (auto) or as float32; hub merge writes the merged model "
             "in any dtype"
         )
     run = RunFolder(args.folder)
-    dtypes = run.info().get(DTYPES, {}) if args.dtype == "auto" else {}
+    dtypes = run.info().get(IMPORTED_DTYPES, {}) if args.dtype == "auto" else {}
     _list_files(export_adapters(loaded, Path(args.out), base_record(run, loaded.step)["folder"], dtypes))
     print(f"{args.out}: adapters for PEFT; hub merge writes one model with its base")
     return 0
@@ -155,9 +166,9 @@ def _list_files(paths: Sequence[Path]) -> None:
 def _figures(folder: str, step: int) -> dict[str, Any]:
     """Return the rows of the model card's table."""
     from nash_mhc.checkpoint.run_folder import EVALUATIONS, RunFolder
-    from nash_mhc.hub.folder import is_hub_folder
+    from nash_mhc.hub.load import format_of
 
-    if is_hub_folder(folder):
+    if format_of(folder) is not None:
         return {}
     run = RunFolder(folder)
     rows = [row for row in run.rows() if row["step"] <= step]
@@ -183,12 +194,25 @@ def _check(argv: Sequence[str]) -> int:
     args = _parsed(parser, argv, "give two folders to compare")
     if args.tokens < 2:
         raise ConfigError(f"--tokens {args.tokens}: must be at least 2")
-    from nash_mhc.hub.check import compare
+    import numpy as np
+    from scipy.special import log_softmax
 
-    found = compare(args.one, args.other, _text(args), args.tokens, trusted=args.trust_remote_code)
-    print(f"{args.one} (by {found['by'][0]}) and {args.other} (by {found['by'][1]}), {found['tokens']} tokens:")
-    for name in ("largest difference", "mean KL, nats", "same choice"):
-        print(f"  {name:<20} {found[name]:.3g}")
+    from nash_mhc.data.tokenizer import with_begin
+    from nash_mhc.hub.load import tokenizer_of
+
+    tokenizer = tokenizer_of(args.one)
+    tokens = np.array(with_begin(tokenizer, tokenizer.encode(_text(args))[: args.tokens - 1].tolist()), np.int32)
+    (a_TV, a_by), (b_TV, b_by) = (_logits(folder, tokens, args.trust_remote_code) for folder in (args.one, args.other))
+    if a_TV.shape != b_TV.shape:
+        raise ConfigError(f"cannot compare models with vocabularies of {a_TV.shape[1]} and {b_TV.shape[1]} tokens")
+    log_p, log_q = (log_softmax(x_TV.astype(np.float64), axis=-1) for x_TV in (a_TV, b_TV))
+    print(f"{args.one} (by {a_by}) and {args.other} (by {b_by}), {len(tokens)} tokens:")
+    for name, value in (
+        ("largest difference", np.abs(a_TV - b_TV).max()),
+        ("mean KL, nats", (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()),
+        ("same choice", (a_TV.argmax(-1) == b_TV.argmax(-1)).mean()),
+    ):
+        print(f"  {name:<20} {value:.3g}")
     return 0
 
 
@@ -199,6 +223,39 @@ def _text(args: argparse.Namespace) -> str:
         return Path(args.text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {args.text}: cannot be read as text ({error})") from None
+
+
+def _logits(folder: str, tokens: np.ndarray, trusted: bool) -> tuple[np.ndarray, str]:
+    """Return float32 logits [T, V] and the library used: transformers for Hugging Face folders, if torch is there."""
+    import jax
+    import numpy as np
+
+    from nash_mhc.hub.folder import is_hub_folder
+    from nash_mhc.hub.load import load
+
+    if is_hub_folder(folder):
+        if importlib.util.find_spec("torch") is not None:
+            return _logits_by_torch(folder, tokens, trusted), "transformers"
+        log.info(f"{folder}: torch is not installed; running it with nash_mhc")
+    logits = jax.jit(lambda model, tokens_BT: model(tokens_BT))(load(folder).model, tokens[None])
+    return np.asarray(logits[0]), "nash_mhc"
+
+
+def _logits_by_torch(folder: str, tokens: np.ndarray, trusted: bool) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from nash_mhc.hub.config_json import has_only_our_code
+
+    values = json.loads((Path(folder) / "config.json").read_text())
+    trusted = trusted or has_only_our_code(Path(folder), values)
+    if "auto_map" in values and not trusted:
+        raise ConfigError(f"{folder}: the model needs to run code from the folder; allow it with --trust-remote-code")
+    log.info(f"reading {folder} with transformers ...")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trusted).eval()
+    with torch.no_grad():
+        logits: np.ndarray = model(torch.from_numpy(tokens[None]).long()).logits[0].float().numpy()
+    return logits
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -11,31 +11,31 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
-from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig
-from nash_mhc.hub import stored
+from nash_mhc.config.commands import module_command
+from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
 from nash_mhc.hub.adapter_config import FILE, REMEDY, AdapterConfig, read_adapter_config
-from nash_mhc.hub.load import Loaded, config_of, on_devices
-from nash_mhc.hub.tensors import projections
+from nash_mhc.hub.config_json import shown
+from nash_mhc.hub.load import Loaded, ModelFormat, config_of, find_record, model_shape, on_devices, read_record, stop_tokens
+from nash_mhc.hub.tensors import DTYPES, projections
 from nash_mhc.hub.writing import write_run
 from nash_mhc.model.architectures import abstract_model, count_parameters
-from nash_mhc.model.lora import adapters_of, alpha_of, factor_of
+from nash_mhc.model.lora import adapters_of, alpha_of, base_of, factor_of, on_base
 from nash_mhc.model.weights import PROJECTIONS
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
+from nash_mhc.storage.files import read_json
 from nash_mhc.storage.folders import check_is_new, new_folder
 
 log = logging.getLogger(__name__)
 WEIGHTS = "adapter_model.safetensors"
-DTYPES = "adapter_dtypes"  # key of run.json: tensor -> dtype it was imported from, if not float32
+IMPORTED_DTYPES = "adapter_dtypes"  # key of run.json: tensor -> dtype it was imported from, if not float32
 _ADAPTED = re.compile(r"base_model\.model\.(.+)\.lora_(?:embedding_)?[AB](?:\.weight)?")  # group: the module
-_DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 class _Pair(NamedTuple):
@@ -109,32 +109,71 @@ def _in_dtype(array: np.ndarray, dtype: str | None) -> np.ndarray:
     return narrow if np.array_equal(narrow.astype(np.float32), array) else np.ascontiguousarray(array)
 
 
+class _Converted(NamedTuple):
+    config: RunConfig  # the base model's, with our LoRA settings
+    adapters: Any  # the model's adapters alone
+    base: dict[str, Any]  # the record of its weights
+    dtypes: dict[str, str]  # tensor -> dtype it was imported from, if not float32
+    numbers: int
+
+
 def import_adapters(folder: Path, base: str, out: Path) -> int:
     """Convert PEFT adapters to a run directory on top of `base`; return their number of parameters."""
     check_is_new(out)
+    found = _convert(folder, base, hashed=True)
+    with new_folder(out) as part:
+        count = count_parameters(found.config.model)
+        metadata = {"imported": folder.name, "parameters": count, IMPORTED_DTYPES: found.dtypes}
+        write_run(part, found.adapters, found.config.recorded(), copy_from=Path(base), base=found.base, **metadata)
+    return found.numbers
+
+
+def _convert(folder: Path, base: str, *, hashed: bool) -> _Converted:
     run = config_of(base, "--base")
     if not isinstance(run.model, ModelConfig):
         raise ConfigError(f"--base {base}: PEFT adapters do not fit a model of the kind {run.model.architecture!r}")
     peft, tensors = read_adapter_config(folder / FILE), _read(folder / WEIGHTS)
     pairs = _pairs(peft, tensors, run.model, folder / WEIGHTS, base)
-    log.info(f"hashing {base} ...")
-    record = stored.find("--base", base, None, hashed=True)
+    if hashed:
+        log.info(f"hashing {base} ...")
+    record = find_record("--base", base, None, hashed=hashed)
     if peft.init is not None:
         log.info(f"reading {base}, whose weights {peft.init} changed at the start ...")
         place = functools.partial(on_devices, mesh=None)
-        weights = named_leaves(stored.read(record, abstract_model(run.model), place, verified=True))
+        weights = named_leaves(read_record(record, abstract_model(run.model), place, verified=True))
         for (parameter, i), pair in pairs.items():
             pairs[parameter, i] = _on_unchanged_base(pair, np.asarray(weights[parameter][i], np.float32), peft.init)
     lora = _lora_config(peft, pairs)
-    config = dataclasses.replace(run, lora=lora)
-    shapes = adapters_of(stored.adapted_shape(config.model, lora))
+    shapes = adapters_of(model_shape(run.model, lora=lora))
     leaves = [_stack(name, leaf.shape, pairs, lora) for name, leaf in named_leaves(shapes).items()]
-    model = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-    with new_folder(out) as part:
-        dtypes = {name: array.dtype.name for name, array in tensors.items() if array.dtype != np.float32}
-        metadata = {"imported": folder.name, "parameters": count_parameters(run.model), DTYPES: dtypes}
-        write_run(part, model, config.recorded(), copy_from=Path(base), base=record, **metadata)
-    return sum(pair.a_RI.size + pair.b_OR.size for pair in pairs.values())
+    adapters = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    dtypes = {name: array.dtype.name for name, array in tensors.items() if array.dtype != np.float32}
+    numbers = sum(pair.a_RI.size + pair.b_OR.size for pair in pairs.values())
+    return _Converted(dataclasses.replace(run, lora=lora), adapters, record, dtypes, numbers)
+
+
+def _named_base(folder: Path) -> str:
+    """Return the base model that adapter_config.json names; ConfigError if it is not on this machine."""
+    name = read_json(folder / FILE).get("base_model_name_or_path")
+    if not isinstance(name, str) or not Path(name).is_dir():
+        command = module_command("nash_mhc.hub", "import", str(folder), "--base", "BASE", "--out", "RUN")
+        raise ConfigError(f"{folder}: there is no folder with its base model, {shown(name)}; combine both with {command}")
+    return name
+
+
+def _read_on_base(folder: Path, like: Any) -> Any:
+    found = _convert(folder, _named_base(folder), hashed=False)
+    put = lambda new, old: jax.device_put(new.astype(old.dtype), old.sharding)
+    adapters = jax.tree.map(put, found.adapters, adapters_of(like))
+    place = functools.partial(on_devices, mesh=getattr(jax.tree.leaves(like)[0].sharding, "mesh", None))
+    return on_base(adapters, read_record(found.base, base_of(like), place, verified=True))
+
+
+FORMAT = ModelFormat(
+    config=lambda folder: _convert(folder, _named_base(folder), hashed=False).config,
+    read=_read_on_base,
+    stops=lambda folder: stop_tokens(_named_base(folder)),
+)
 
 
 def _read(file: Path) -> dict[str, np.ndarray]:
@@ -148,7 +187,7 @@ def _read(file: Path) -> dict[str, np.ndarray]:
         cause = reason(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(f"{file}: cannot be read ({cause})") from None
     for name, array in found.items():
-        if array.dtype not in _DTYPES:
+        if array.dtype not in DTYPES.values():
             raise ConfigError(f"{file}: {name} is {array.dtype}; save it as float32, float16 or bfloat16")
     return found
 
@@ -161,7 +200,7 @@ def _pairs(
     Raise ConfigError if tensors, adapter_config.json and model disagree.
     """
     # Rank 1 on every matrix, for the sizes.
-    everywhere = stored.adapted_shape(cfg, LoraConfig(rank=1))
+    everywhere = model_shape(cfg, lora=LoraConfig(rank=1))
     sizes = {name: leaf.shape for name, leaf in named_leaves(adapters_of(everywhere)).items()}
     modules, rest = projections(cfg), dict(tensors)
     found: dict[tuple[str, int], _Pair] = {}

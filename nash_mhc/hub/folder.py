@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
@@ -22,7 +21,7 @@ from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError, ModelConfig
 from nash_mhc.data.tokenizer import FILES
 from nash_mhc.hub.config_json import DEFAULTS, Imported, read_config, shown
-from nash_mhc.hub.tensors import EMBEDDING, OUTPUT, Reader, Tensor, shapes, tensors
+from nash_mhc.hub.tensors import DTYPES, EMBEDDING, OUTPUT, Reader, Tensor, shapes, tensors
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
 from nash_mhc.storage.files import read_json
@@ -38,9 +37,6 @@ _COMPANIONS = (
 )  # fmt: skip
 RUN_COPY = "hub"  # subfolder of a run directory with copies of these files
 _TENSOR_DTYPES = "tensor_dtypes.json"  # in that subfolder: the dtype that each tensor was imported from
-DTYPES: dict[str, np.dtype[Any]] = {
-    "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16),
-}  # fmt: skip
 _FILE = re.compile(r"[\w .+-]{1,240}\.safetensors", re.ASCII)  # no path
 _BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # computed, but saved by old versions of transformers
 _CHUNK = 1 << 24  # bytes of two tensors compared at a time

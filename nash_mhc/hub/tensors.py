@@ -22,6 +22,10 @@ Slices = tuple[slice, ...]
 Reader = Callable[[Slices], np.ndarray]  # reads a slice of a tensor from its file
 
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+# By name in safetensors.
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16),
+}  # fmt: skip
 
 # Which axes of a layer's parameter are the inputs of a torch matrix [outputs, inputs].
 _FIRST_IS_INPUT, _LAST_IS_OUTPUT, _FLAT, _UNCHANGED = "first is input", "last is output", "flat", "unchanged"

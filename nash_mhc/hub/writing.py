@@ -11,7 +11,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import ml_dtypes
 import numpy as np
 
 from nash_mhc import __version__
@@ -21,16 +20,14 @@ from nash_mhc.config.schema import ConfigError, ModelConfig
 from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, prefix_of, prepend_token, write_tokenizer_config
 from nash_mhc.hub.config_json import CODE, family_config, family_of, is_tied, nash_config, read_config
 from nash_mhc.hub.folder import CONFIG, GENERATION, INDEX, RUN_COPY, WEIGHTS, companions, companions_for_run, tensor_dtypes
-from nash_mhc.hub.folder import DTYPES as FILE_DTYPES
 from nash_mhc.hub.load import Loaded, load
-from nash_mhc.hub.tensors import EMBEDDING, OUTPUT, cast, export_tensors, tensors
+from nash_mhc.hub.tensors import DTYPES, EMBEDDING, OUTPUT, cast, export_tensors, tensors
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.weights import has_derived, materialized
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.folders import check_is_new, new_folder
 
 log = logging.getLogger(__name__)
-DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 _END = "<|endoftext|>"
 
 
@@ -43,8 +40,8 @@ def export(loaded: Loaded, out: Path, *, dtype: str | None, shard_bytes: int, ca
     if not isinstance(cfg, ModelConfig):
         raise ConfigError(f"models of --model-kind {cfg.architecture} cannot be exported")
     imported = tensor_dtypes(loaded.beside) if loaded.beside is not None else {}
-    default = DTYPES[dtype or imported_dtype(loaded)]
-    own = {name: FILE_DTYPES[kind] for name, kind in imported.items() if kind in FILE_DTYPES} if dtype is None else {}
+    default = np.dtype(dtype or imported_dtype(loaded))
+    own = {name: DTYPES[kind] for name, kind in imported.items() if kind in DTYPES} if dtype is None else {}
     with new_folder(out) as part:
         found = named_tensors(loaded, write_tied_twice=OUTPUT in imported)
         cast_tensors = ((name, cast(name, x, own.get(name, default), "bfloat16 or float32")) for name, x in found)
@@ -60,7 +57,7 @@ def imported_dtype(loaded: Loaded) -> str:
         return "float32"
     values = json.loads((loaded.beside / CONFIG).read_text())
     dtype = str(values.get("dtype", values.get("torch_dtype", "float32"))).removeprefix("torch.")
-    return dtype if dtype in DTYPES else "float32"
+    return dtype if dtype in [known.name for known in DTYPES.values()] else "float32"
 
 
 def named_tensors(loaded: Loaded, *, write_tied_twice: bool = False) -> Iterator[tuple[str, np.ndarray]]:

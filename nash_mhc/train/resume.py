@@ -22,8 +22,8 @@ from nash_mhc.config.schema import (
     TrainConfig,
 )
 from nash_mhc.data.sources import RowSource
-from nash_mhc.hub import stored
 from nash_mhc.hub.folder import HubFolder, is_hub_folder
+from nash_mhc.hub.load import absolute, base_record, find_record, read_record
 from nash_mhc.model.architectures import abstract_model, architecture_of, check_random_weights
 from nash_mhc.model.lora import base_of, on_base
 from nash_mhc.objectives.registry import carries
@@ -294,10 +294,10 @@ def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, source: RowSource |
         before = run.description()
         init_from = before.init_from if before else None
         if cfg.lora.rank:  # the checkpoint holds only adapters
-            init_from = stored.base_record(run, step)
-            if cfg.train.init_from is not None:  # the base may have moved; `stored.read` compares its hash
-                init_from |= {"folder": stored.absolute(cfg.train.init_from)}
-            base = stored.read(init_from, base_of(abstract_state(cfg).model), on_mesh)
+            init_from = base_record(run, step)
+            if cfg.train.init_from is not None:  # the base may have moved; `read_record` compares its hash
+                init_from |= {"folder": absolute(cfg.train.init_from)}
+            base = read_record(init_from, base_of(abstract_state(cfg).model), on_mesh)
             state = eqx.tree_at(lambda s: s.model, state, on_base(state.model, base))
         return Start(state, step, values, f"step {step} of {name}", source is store, before, init_from)
 
@@ -317,8 +317,8 @@ def starting_state(cfg: RunConfig, mesh: Mesh, store: Store, source: RowSource |
     if cfg.train.resume == "must":
         raise ConfigError(f"--resume must: {cfg.train.checkpoint_dir} contains no complete checkpoint; use --resume auto")
     if (name := cfg.train.init_from) is not None:
-        record = stored.find("--init-from", name, cfg.train.init_step, hashed=cfg.lora.rank > 0)
-        model = stored.read(record, base_of(abstract_state(cfg).model), on_mesh, verified=True)
+        record = find_record("--init-from", name, cfg.train.init_step, hashed=cfg.lora.rank > 0)
+        model = read_record(record, base_of(abstract_state(cfg).model), on_mesh, verified=True)
         step = f"step {record['step']} of " if "step" in record else ""
         averaged = "averaged " * record.get("averaged", False)
         origin = f"the {averaged}weights of {step}{name}; optimizer, schedule, data and step count are fresh"

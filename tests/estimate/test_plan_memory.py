@@ -22,7 +22,7 @@ from nash_mhc.config.schema import (
 from nash_mhc.data.stories import StoryRows
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.estimate.memory import estimate
-from nash_mhc.kits.distill.feed import Teachers
+from nash_mhc.kits.distill.objective import Teachers
 from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.kits.recursive.settings import RecursiveConfig
 from nash_mhc.kits.reservoir.settings import ReservoirConfig

@@ -81,6 +81,9 @@ def test_peft_adapters_import_export_and_merge(models, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 250, (2, 24)).astype(np.int32)
     expected = logits(theirs, tokens)
     found = jax.jit(lambda model, tokens_BT: model(tokens_BT))(loaded.model, tokens)[..., : expected.shape[-1]]
+    unimported = load(tmp_path / "theirs")  # adapter_config.json names the base
+    np.testing.assert_allclose(forward(unimported.model, tokens)[..., : expected.shape[-1]], expected, atol=1e-5, rtol=1e-5)
+    assert unimported.stops == load(by_transformers).stops and unimported.config.lora == loaded.config.lora
     plain = logits(read(by_transformers), tokens)
     assert np.abs(expected - plain).max() > 0.1  # they do something
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=1e-5)
@@ -248,6 +251,12 @@ def test_damaged_adapters_are_refused_and_leave_nothing(base, theirs, tmp_path, 
 def test_the_wrong_kind_of_folder_is_refused(base, theirs, tmp_path):
     with pytest.raises(ConfigError, match="--base"):
         call("import", theirs, "--out", tmp_path / "ours")
+    with pytest.raises(ConfigError, match="hub merge"):
+        call("export", theirs, "--out", tmp_path / "ours")
+    moved = shutil.copytree(theirs, tmp_path / "moved")
+    change(moved, base_model_name_or_path="nowhere")
+    with pytest.raises(ConfigError, match=r"nowhere.*hub import \S+ --base"):
+        load(moved)
     with pytest.raises(ConfigError, match="contains no adapters"):
         call("import", base, "--base", base, "--out", tmp_path / "ours")
     with pytest.raises(ConfigError, match="has no adapters"):

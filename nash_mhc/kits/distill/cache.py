@@ -26,7 +26,6 @@ from nash_mhc.data.pack import Extras, Rows
 from nash_mhc.data.prepared.folder import Damaged, Manifest, PreparedRows, check_files, write_file
 from nash_mhc.hub.load import Loaded
 from nash_mhc.kits.distill.teacher import top_k_reader
-from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.board import barrier, from_leader
 from nash_mhc.parallel.sharding import named_sharding
@@ -161,13 +160,13 @@ def write_cache(folder: Path, loaded: Loaded, teacher: dict[str, Any], mesh: Mes
         if not manifest.splits[split].rows:
             continue
         source = PreparedRows(folder, split)
-        read = _compiled_reader(loaded, source, mesh, settings)
+        read = _reader(loaded, source, mesh, settings)
         for number, shard in enumerate(source.shards):
             first = sum(other.rows for other in source.shards[:number])
             path = folder / f"{shard.name}.teacher"
             if not from_leader(path.exists):
                 rows = range(first, first + shard.rows)
-                _write_shard(path, source, rows, record, read, loaded.model, mesh, settings.batch_size, tick)
+                _write_shard(path, rows, record, read, settings.batch_size, tick)
             else:
                 tick(shard.rows)
             files[path.name] = from_leader(lambda path=path: digest_of_file(path))
@@ -192,28 +191,19 @@ def _end(folder: Path, about: dict[str, Any]) -> None:
     (folder / _PARTIAL).unlink()
 
 
-def _compiled_reader(loaded: Loaded, source: PreparedRows, mesh: Mesh, settings: CacheSettings) -> CompiledStep:
-    """Return the program (model, batch of one microbatch) -> (ids, logits, lse per temperature)."""
+def _reader(loaded: Loaded, source: PreparedRows, mesh: Mesh, settings: CacheSettings) -> Callable[[range], Any]:
+    """Return the function (numbers of rows) -> (ids, logits, lse per temperature)."""
     read = top_k_reader(
         loaded, source, mesh, seq_len=source.form.seq_len, top_k=settings.top_k, random=settings.random,
         temperatures=settings.temperatures, vocabulary=min(source.form.vocab_size, loaded.config.model.vocab_size),
     )  # fmt: skip
     only_part = lambda model, batch: read(model, jax.tree.map(lambda a: a[0], batch))[:3]
     places = named_sharding(mesh, "batch", "time", "candidates")
-    return CompiledStep(only_part, mesh, out_shardings=(places, places, places), several_shapes=True)
+    program = CompiledStep(only_part, mesh, out_shardings=(places, places, places), several_shapes=True)
+    return lambda numbers: program(loaded.model, _batch(source, numbers, settings.batch_size, mesh))
 
 
-def _write_shard(
-    path: Path,
-    source: PreparedRows,
-    rows: range,
-    record: np.dtype,
-    read: CompiledStep,
-    model: LanguageModel,
-    mesh: Mesh,
-    batch_size: int,
-    tick: Tick,
-) -> None:
+def _write_shard(path: Path, rows: range, record: np.dtype, read: Callable[[range], Any], batch_size: int, tick: Tick) -> None:
     """Write the records of these rows, from the recorded progress on; rename the file once it is complete."""
     partial, progress = path.with_name(path.name + ".partial"), path.with_name(path.name + ".note")
     done: int = from_leader(lambda: int(progress.read_text()) if progress.exists() and partial.exists() else 0)
@@ -224,8 +214,7 @@ def _write_shard(
         running: deque[tuple[int, Any]] = deque()
         for at in [*range(done, len(rows), batch_size), None]:
             if at is not None:
-                batch = _batch(source, rows[at : at + batch_size], batch_size, mesh)
-                running.append((at, read(model, batch)))
+                running.append((at, read(rows[at : at + batch_size])))
             if running and len(running) > (at is not None):  # write one batch while the next one runs
                 begun, found = running.popleft()
                 for row, content in _own_records(found, record):

@@ -79,8 +79,7 @@ def cache_command(argv: Sequence[str]) -> int:
 
     from nash_mhc.data.prepared.folder import Manifest
     from nash_mhc.data.workers import progress
-    from nash_mhc.hub import stored
-    from nash_mhc.hub.load import load
+    from nash_mhc.hub.load import find_record, load
     from nash_mhc.kits.distill.cache import cache_size, check_disk_space, write_cache
     from nash_mhc.parallel.board import leader_first
     from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
@@ -91,7 +90,7 @@ def cache_command(argv: Sequence[str]) -> int:
     mesh = make_mesh(cfg.mesh)
     if jax.process_index() > 0:
         logs.silence()
-    record = stored.find("--teacher", own.teacher, own.teacher_step, hashed=True)
+    record = find_record("--teacher", own.teacher, own.teacher_step, hashed=True)
     loaded = load(own.teacher, own.teacher_step, mesh=mesh)
     check_fit(cfg.data, loaded.config.model, mesh.shape, resizable=())
     leader_first(lambda: _prepare(cfg.data, cfg.model.alignment, loaded, out, "data.tokenizer" in parsed.given))

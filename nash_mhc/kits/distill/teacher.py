@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, RunConfig, TrainConfig
 from nash_mhc.data.pack import RowSource
 from nash_mhc.data.tokenizer import Tokenizer
-from nash_mhc.hub import stored
-from nash_mhc.hub.load import Loaded, config_of, load
+from nash_mhc.hub.load import Loaded, config_of, find_record, load
 from nash_mhc.kits.distill.loss import TeacherLogits, sharded_teacher_logits
 from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.model.architectures import for_platform
@@ -26,15 +24,6 @@ from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.runtime.compiled import CompiledStep
 from nash_mhc.storage.files import digest_of
 from nash_mhc.train.step import padded_attention_length
-
-
-class TopK(NamedTuple):
-    """The teacher's logits of a microbatch."""
-
-    ids: Array
-    logits: Array  # relative to the largest
-    lse: Array  # for each temperature, over the whole vocabulary, relative to the largest logit
-    layers: Array | None
 
 
 def top_k_reader(
@@ -48,8 +37,11 @@ def top_k_reader(
     temperatures: tuple[float, ...],
     random: int = 0,
     layers: bool = False,
-) -> Callable[[LanguageModel, Batch], TopK]:
-    """Return the function (model, microbatch) -> TopK; `layers`: with the outputs of the layers."""
+) -> Callable[[LanguageModel, Batch], TeacherLogits]:
+    """Return the function (model, microbatch) -> logits relative to the largest; `layers`: with the layers' outputs.
+
+    The last axis of `lse` is the temperature. It is over the whole vocabulary, and relative to the largest logit, too.
+    """
     cfg = RunConfig(
         model=loaded.config.model,
         data=dataclasses.replace(loaded.config.data, seq_len=seq_len),
@@ -63,7 +55,7 @@ def top_k_reader(
         evaluates=True,
     )  # fmt: skip
 
-    def read(model: LanguageModel, batch: Batch) -> TopK:
+    def read(model: LanguageModel, batch: Batch) -> TeacherLogits:
         x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
         options = {"vocab_size": model.cfg.vocab_size, "vocabulary": vocabulary, "k": top_k, "random": random}
         found = [
@@ -73,7 +65,7 @@ def top_k_reader(
         largest_BT = found[0].logits[..., 0]
         lse = [each.lse - largest_BT / t for each, t in zip(found, temperatures, strict=True)]
         outputs = model.after_layers(report) if layers else None  # type: ignore[attr-defined]
-        return TopK(found[0].ids, found[0].logits - largest_BT[..., None], jnp.stack(lse, axis=-1), outputs)
+        return TeacherLogits(found[0].ids, found[0].logits - largest_BT[..., None], jnp.stack(lse, axis=-1), outputs)
 
     return read
 
@@ -127,7 +119,7 @@ class OnlineTeacher:
             subject, fixed = f"{flag} {name}", student_is_fixed
             check_random_vocab(subject, own.vocab_size, student.vocab_size, is_fixed=fixed, remedy=remedy)
         check_fit(data, own, mesh.shape, resizable=())
-        record = stored.find(flag, name, step, hashed=True)
+        record = find_record(flag, name, step, hashed=True)
         self.identity = digest_of({k: v for k, v in record.items() if k != "folder"})  # a moved folder is the same teacher
         self._loaded = load(name, step, mesh=mesh)
         if self._loaded.tokenizer.fingerprint != tokenizer.fingerprint:

@@ -109,12 +109,8 @@ def _backward(saved: tuple[Array, Array, Array], d: Array) -> tuple[Array, Array
     inside = (u > low) & (u < high)
     d_s = d * (levels_at(codes, levels_L) - jnp.where(inside, u, 0))
     d_levels = jnp.stack([jnp.sum(jnp.where(codes == i, d * s, 0)) for i in range(levels_L.shape[0])])
-    return jnp.where(inside, d, 0), _sum_to_shape(d_s, s), d_levels.astype(levels_L.dtype)
-
-
-def _sum_to_shape(x: Array, like: Array) -> Array:
-    shared = tuple(i for i, (a, b) in enumerate(zip(x.shape, like.shape, strict=True)) if a != b)
-    return jnp.sum(x, shared, keepdims=True)
+    shared = tuple(i for i, (a, b) in enumerate(zip(w.shape, s.shape, strict=True)) if a != b)
+    return jnp.where(inside, d, 0), jnp.sum(d_s, shared, keepdims=True), d_levels.astype(levels_L.dtype)
 
 
 quantized.defvjp(_forward, _backward)

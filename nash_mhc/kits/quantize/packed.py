@@ -24,8 +24,7 @@ from nash_mhc.config import logs
 from nash_mhc.config.commands import OneLineParser, local_path, module_command, run_path
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer
-from nash_mhc.hub.load import Loaded, ModelFormat, format_of, load, on_devices
-from nash_mhc.hub.stored import base_record, model_shape, read
+from nash_mhc.hub.load import Loaded, ModelFormat, base_record, format_of, load, model_shape, on_devices, read_record
 from nash_mhc.hub.tensors import cast
 from nash_mhc.kits.quantize import ops
 from nash_mhc.kits.quantize.settings import QuantizeConfig
@@ -85,7 +84,7 @@ def load_quantized(folder: str, step: int | None = None) -> Loaded:
         cfg = None if record.get("hub") else RunFolder(record["folder"]).config()
         shape = cfg and model_shape(cfg.model, cfg.of_kits)
         if has_derived(shape):
-            base = read(record, shape, functools.partial(on_devices, mesh=None))
+            base = read_record(record, shape, functools.partial(on_devices, mesh=None))
             return dataclasses.replace(loaded, model=on_base(adapters_of(loaded.model), base))
     if not has_derived(loaded.model):
         raise ConfigError(f"{folder}: was not trained with --quantize; export it with python -m nash_mhc.hub export")

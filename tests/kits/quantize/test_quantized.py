@@ -15,8 +15,7 @@ from sampled import long
 
 from nash_mhc.config.schema import ConfigError, LoraConfig
 from nash_mhc.data.tokenizer import ByteTokenizer
-from nash_mhc.hub import stored
-from nash_mhc.hub.load import Loaded, format_of, load
+from nash_mhc.hub.load import Loaded, find_record, format_of, load, read_record
 from nash_mhc.kits.quantize import weights as quantizing
 from nash_mhc.kits.quantize.packed import FORMAT, load_quantized, write_packed
 from nash_mhc.kits.quantize.settings import QuantizeConfig
@@ -293,16 +292,16 @@ def test_a_run_starts_from_the_same_quantized_weights_or_refits_others(quantized
     """With the same bits and ranks, bit for bit; with others, from the arrays that the run computed with."""
     first = quantized_run
     cfg = dataclasses.replace(RUN.train, init_from=str(first.folder), total_steps=1)
-    kept = stored.read(
-        stored.find("--init-from", str(first.folder), None, hashed=False),
+    kept = read_record(
+        find_record("--init-from", str(first.folder), None, hashed=False),
         abstract_state(dataclasses.replace(with_bits(FORMS[TRAINED].weights), train=cfg)).model,
-        lambda x: with_shardings(x, MESH), print,
+        lambda x: with_shardings(x, MESH),
     )  # fmt: skip
     assert_equal_states(kept, first.state.model)
     for other in ("2/0,2/8", "3/0,2/4", None):
-        plain = stored.read(
-            stored.find("--init-from", str(first.folder), None, hashed=False),
-            abstract_state(dataclasses.replace(with_bits(other), train=cfg)).model, lambda x: with_shardings(x, MESH), print,
+        plain = read_record(
+            find_record("--init-from", str(first.folder), None, hashed=False),
+            abstract_state(dataclasses.replace(with_bits(other), train=cfg)).model, lambda x: with_shardings(x, MESH),
         )  # fmt: skip
         assert_equal_states(plain, jax.jit(materialized)(first.state.model))
 

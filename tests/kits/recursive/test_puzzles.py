@@ -21,8 +21,7 @@ from nash_mhc.data.tokenizer import ByteTokenizer, Tokenizer
 from nash_mhc.kits.recursive.puzzles import csv_file, maze, sudoku
 from nash_mhc.kits.recursive.puzzles import rows as puzzle_rows
 from nash_mhc.kits.recursive.puzzles.csv_file import CsvRows
-from nash_mhc.kits.recursive.puzzles.kinds import CellTokenizer, find_kind, is_held_out
-from nash_mhc.kits.recursive.puzzles.rows import PuzzleRows
+from nash_mhc.kits.recursive.puzzles.rows import CellTokenizer, PuzzleRows, find_kind, is_held_out
 from nash_mhc.kits.recursive.puzzles.sudoku import random_symmetries, solve, symmetry_class, transform
 
 KINDS = ("sudoku4", "sudoku9", "maze9x9", "maze9x13")

@@ -28,8 +28,7 @@ from nash_mhc.data.sources import DataSource, OpenRequest
 from nash_mhc.data.stories import SPLITS
 from nash_mhc.data.workers import progress
 from nash_mhc.kits.recursive.puzzles import maze
-from nash_mhc.kits.recursive.puzzles.kinds import Kind, is_held_out, sudoku
-from nash_mhc.kits.recursive.puzzles.rows import GridRows, check_split, puzzle_settings
+from nash_mhc.kits.recursive.puzzles.rows import GridRows, Kind, check_split, is_held_out, puzzle_settings, sudoku_kind
 from nash_mhc.kits.recursive.puzzles.sudoku import BOXES, LANES, is_solution, solve
 from nash_mhc.storage.files import digest_of, digests_of_sources, reading
 
@@ -73,7 +72,8 @@ class CsvRows(GridRows):
             version = (path.absolute(), state.st_size, state.st_mtime_ns)
             kind, cells, answers, classes, _ = _read(*version)
         note = None if cache_dir is None else Path(cache_dir) / "puzzles" / f"{digest}.one-solution"
-        if _has_rules(kind) and not (note is not None and note.exists()):
+        has_rules = kind.symmetry == "sudoku" or kind.symbols == maze.SYMBOLS
+        if has_rules and not (note is not None and note.exists()):
             _check_solutions(path, *version)
             if note is not None:
                 note.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def kind_of_text(question: str) -> Kind:
     if set(question) & set("#SG"):
         symbols = maze.SYMBOLS
     elif size in BOXES:
-        return sudoku(BOXES[size])
+        return sudoku_kind(BOXES[size])
     else:
         symbols = ".123456789"
     side = math.isqrt(size)
@@ -227,10 +227,6 @@ def _explain(kind: Kind, line: _Line, what: str, cell: int) -> str:
     return "its answer is not a solution: a row, a column or a box does not have every digit once"
 
 
-def _has_rules(kind: Kind) -> bool:
-    return kind.symmetry == "sudoku" or kind.symbols == maze.SYMBOLS
-
-
 @functools.lru_cache(maxsize=1)
 def _check_solutions(path: Path, *version: Any) -> None:
     """Raise ConfigError for puzzles with a second solution, which training would count as wrong."""
@@ -254,11 +250,6 @@ def _check_solutions(path: Path, *version: Any) -> None:
 # Data source
 
 
-def _is_puzzle_file(dataset: str, form: str) -> bool:
-    """Return whether a dataset is a file of puzzles, by --format puzzle or its suffix."""
-    return form == "puzzle" or (form == "auto" and dataset.endswith((".csv", ".csv.gz")) and Path(dataset).is_file())
-
-
 def _kind_of_file(path: Path) -> Kind:
     """Return the kind of a file, by its first line alone."""
     with reading(f"--dataset {path}"), _opened(path) as (_, text):
@@ -268,13 +259,15 @@ def _kind_of_file(path: Path) -> Kind:
     return kind_of_text(first.question)
 
 
-def _open_source(request: OpenRequest) -> RowSource:
+def _open(request: OpenRequest) -> RowSource:
     cfg, share = request.cfg, request.cfg.validation_fraction
     return CsvRows(cfg.dataset, seed=request.seed, split=request.split, validation_fraction=share, cache_dir=cfg.cache_dir)
 
 
 FILES = DataSource(
-    takes=_is_puzzle_file,
-    open=_open_source,
+    takes=lambda dataset, form: (
+        form == "puzzle" or (form == "auto" and dataset.endswith((".csv", ".csv.gz")) and Path(dataset).is_file())
+    ),
+    open=_open,
     infers=lambda values: puzzle_settings(_kind_of_file(Path(values["data.dataset"])), values),
 )
