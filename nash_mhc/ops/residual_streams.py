@@ -47,14 +47,18 @@ def _split(columns: Sequence[Array]) -> tuple[Vector, Vector, Matrix]:
 @jax.custom_vjp
 def maps(logits_BTM: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     """Return H_pre = sigmoid, H_post = 2 sigmoid, and H_res, doubly stochastic."""
-    fits, in_xla = gpu.fits_maps(logits_BTM.shape[:-1]), functools.partial(_maps_in_xla, _maps)
-    return on_platform(logits_BTM, default=in_xla, cuda=_maps_in_kernel, fits=fits)
+    return _per_token(_maps, logits_BTM)
 
 
 def maps_backward(maps_BTM: Float[Array, "B T M"], dmaps_BTM: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
     """Return the gradient of the logits from the maps and their gradient."""
-    fits, in_xla = gpu.fits_maps(maps_BTM.shape[:-1]), functools.partial(_maps_in_xla, _maps_backward)
-    return on_platform(maps_BTM, dmaps_BTM, default=in_xla, cuda=_maps_backward_in_kernel, fits=fits)
+    return _per_token(_maps_backward, maps_BTM, dmaps_BTM)
+
+
+def _per_token(numbers: Callable[[Sequence[Array]], list[Array]], *args_BTM: Array) -> Array:
+    """Return the array [B, T, M] of `numbers(columns of all args)`."""
+    in_xla, in_kernel = (functools.partial(form, numbers) for form in (_maps_in_xla, gpu.maps))
+    return on_platform(*args_BTM, default=in_xla, cuda=in_kernel, fits=gpu.fits_maps(args_BTM[0].shape[:-1]))
 
 
 def _maps(logits: Sequence[Array]) -> list[Array]:
@@ -75,20 +79,7 @@ def _maps_in_xla(numbers: Callable[[Sequence[Array]], list[Array]], *args: Array
     return jnp.stack(numbers([x for a in args for x in jnp.moveaxis(a, -1, 0)]), axis=-1)
 
 
-def _maps_in_kernel(logits_BTM: Array, *, interpret: bool = False) -> Array:
-    return gpu.maps_over_tokens(_maps, [logits_BTM], logits_BTM.shape[-1], interpret=interpret)
-
-
-def _maps_backward_in_kernel(maps_BTM: Array, dmaps_BTM: Array, *, interpret: bool = False) -> Array:
-    return gpu.maps_over_tokens(_maps_backward, [maps_BTM, dmaps_BTM], maps_BTM.shape[-1], interpret=interpret)
-
-
-def _maps_forward(logits_BTM: Array) -> tuple[Array, Array]:
-    maps_BTM = maps(logits_BTM)
-    return maps_BTM, maps_BTM
-
-
-maps.defvjp(_maps_forward, lambda maps_BTM, dmaps_BTM: (maps_backward(maps_BTM, dmaps_BTM),))
+maps.defvjp(lambda logits_BTM: (maps(logits_BTM),) * 2, lambda maps_BTM, dmaps_BTM: (maps_backward(maps_BTM, dmaps_BTM),))
 
 
 def squares(xs: Streams) -> Float[Array, "B T R"]:

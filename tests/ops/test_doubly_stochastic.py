@@ -42,8 +42,8 @@ def jax_form(form):
     backward = residual_streams.maps_backward
     forward = residual_streams.maps
     if form == "kernel":
-        forward = functools.partial(residual_streams._maps_in_kernel, interpret=True)
-        backward = functools.partial(residual_streams._maps_backward_in_kernel, interpret=True)
+        in_kernel = functools.partial(functools.partial, residual_streams.gpu.maps, interpret=True)
+        forward, backward = in_kernel(residual_streams._maps), in_kernel(residual_streams._maps_backward)
 
     @jax.jit
     def found(logits, weights):

@@ -159,12 +159,12 @@ def test_the_gpu_kernels_compute_what_xla_does(dtype):
         ),
         (
             functools.partial(residual_streams._maps_in_xla, residual_streams._maps),
-            here(residual_streams._maps_in_kernel),
+            here(residual_streams.gpu.maps, residual_streams._maps),
             (x,),
         ),
         (
             functools.partial(residual_streams._maps_in_xla, residual_streams._maps_backward),
-            here(residual_streams._maps_backward_in_kernel),
+            here(residual_streams.gpu.maps, residual_streams._maps_backward),
             (residual_streams.maps(x), dmaps),
         ),
     ]

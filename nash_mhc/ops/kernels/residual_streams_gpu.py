@@ -305,16 +305,13 @@ def fits_maps(shape: tuple[int, ...]) -> bool:
     return math.prod(shape) % _MAP_TOKENS == 0
 
 
-def maps_over_tokens(
-    body: Callable[[list[Array]], Sequence[Array]], args: Sequence[Array], width: int, *, interpret: bool = False
-) -> Array:
-    """Return the array [..., width] of `body(columns of all args)` for every token; `args` are arrays [..., m].
+def maps(body: Callable[[list[Array]], Sequence[Array]], *args: Array, interpret: bool = False) -> Array:
+    """Return the array [B, T, M] of `body(columns of all args)` for every token; `args` are arrays [B, T, M], too.
 
     The doubly stochastic maps would be many kernels in XLA. Triton has no R x R arrays, so `body` works on tuples of
     columns that stay in registers.
     """
-    shape = args[0].shape[:-1]
-    tokens = math.prod(shape)
+    B, T, M = args[0].shape
 
     def kernel(*refs: Any) -> None:
         *in_refs, out_ref = refs
@@ -323,9 +320,9 @@ def maps_over_tokens(
         for m, x in enumerate(body(columns)):
             out_ref[:, m] = x
 
-    block = lambda width: pl.BlockSpec((_MAP_TOKENS, width), lambda i: (i, 0))
+    block = pl.BlockSpec((_MAP_TOKENS, M), lambda i: (i, 0))
     (out,) = run_kernel(
-        "stream_maps", kernel, _flat(args), [((tokens, width), args[0].dtype)], grid=(tokens // _MAP_TOKENS,),
-        warps=_MAP_TOKENS // 32, in_specs=[block(a.shape[-1]) for a in args], out_specs=[block(width)], interpret=interpret,
+        "stream_maps", kernel, _flat(args), [((B * T, M), args[0].dtype)], grid=(B * T // _MAP_TOKENS,),
+        warps=_MAP_TOKENS // 32, in_specs=[block] * len(args), out_specs=[block], interpret=interpret,
     )  # fmt: skip
-    return out.reshape(*shape, width)
+    return out.reshape(B, T, M)
