@@ -245,7 +245,7 @@ def _norm_rope_in_kernel(
     eps: float, by: Rotation, x_BTNH: Array, scale_H: Array, positions_BT: Array, _: Array, *, interpret: bool = False
 ) -> Array:
     args = _operands(x_BTNH, scale_H, positions_BT, by)
-    tokens, N, _, half = args[0].shape
+    (tokens, N), half = args[0].shape[:2], scale_H.shape[0] // 2
     rows, heads = _tile(N, 2 * half)
 
     def kernel(x_ref: Any, scale_ref: Any, cos_ref: Any, sin_ref: Any, out_ref: Any) -> None:
@@ -269,7 +269,7 @@ def _norm_rope_backward_in_kernel(
     interpret: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     args = _operands(x_BTNH, scale_H, positions_BT, by)
-    tokens, N, _, half = args[0].shape
+    (tokens, N), half = args[0].shape[:2], scale_H.shape[0] // 2
     rows, heads = _tile(N, 2 * half)
     grid, wide = (tokens // (rows * _TILES), N // heads), wide_dtype(x_BTNH.dtype)
 
