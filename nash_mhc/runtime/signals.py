@@ -85,22 +85,22 @@ class Signals:
             if received[0] in _SIGNALS:
                 name = signal.Signals(received[0]).name
                 if not self._has_work:
-                    self._say(f"{name}: nothing is lost; start the same command again")
+                    self._print(f"{name}: nothing is lost; start the same command again")
                     self.before_leaving(name)
                     exit_now()
                 if self.caught is not None:
                     if time.monotonic() - self._caught_at < _ECHO_S:
                         continue
-                    self._say(f"{name} again: exiting now; the next start resumes from the latest complete checkpoint")
+                    self._print(f"{name} again: exiting now; the next start resumes from the latest complete checkpoint")
                     exit_now()
                 self._catch(name)
 
     def _catch(self, name: str) -> None:
         self.caught, self._caught_at = name, time.monotonic()
-        self._say(f"{name}: saving the last finished step, then stopping; a second signal exits immediately")
+        self._print(f"{name}: saving the last finished step, then stopping; a second signal exits immediately")
 
     @staticmethod
-    def _say(text: str) -> None:
+    def _print(text: str) -> None:
         # A single write, because `print` writes the newline separately and other threads print as well.
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
