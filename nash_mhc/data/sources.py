@@ -134,13 +134,6 @@ def source_of(dataset: str, form: str) -> DataSource | None:
     return next((source for source in SOURCES.values() if source.takes(dataset, form)), None)
 
 
-def _open_documents(request: OpenRequest) -> RowSource:
-    cfg, tokenizer, split, seed, align = request
-    if cfg.streaming:
-        return open_stream(cfg, tokenizer, split=split, seed=seed, align=align, is_hub=_is_hub(cfg.dataset))
-    return _open_in_cache(cfg, tokenizer, split, align)
-
-
 def _is_hub(dataset: str) -> bool:
     return dataset.startswith("hf:") or is_saved(Path(dataset)) or not (Path(dataset).exists() or model_name(dataset) is None)
 
@@ -168,8 +161,12 @@ def open_corpus(cfg: DataConfig) -> Corpus:
     raise ConfigError(f"--dataset {name}: neither 'stories' nor a file or folder; for a Hugging Face dataset use hf:{name}")
 
 
-def _open_in_cache(cfg: DataConfig, tokenizer: Tokenizer, split: str, align: int) -> PreparedRows:
-    """Open documents in the cache, in a folder named by content and settings; prepare them if missing or damaged."""
+def _open_documents(request: OpenRequest) -> RowSource:
+    """Open documents as a stream, or prepare them in the cache, in a folder named by content and settings, if they are
+    missing or damaged there."""
+    cfg, tokenizer, split, seed, align = request
+    if cfg.streaming:
+        return open_stream(cfg, tokenizer, split=split, seed=seed, align=align, is_hub=_is_hub(cfg.dataset))
     corpus = open_corpus(cfg)
     recipe = make_recipe(cfg, tokenizer, corpus, align)
     folder = Path(cfg.cache_dir) / digest_of([VERSION, recipe])[:24]
