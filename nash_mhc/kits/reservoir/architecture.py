@@ -79,6 +79,6 @@ ARCHITECTURE = Architecture(
     attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window) if cfg.attention_every else None,
     activations=activations,
     random_weights=model.random_weights,
-    memory_capacity=memory.as_dict,
+    memory_capacity=lambda cfg: memory.memory(cfg)._asdict(),
     warm_start=ridge.warm_start,
 )

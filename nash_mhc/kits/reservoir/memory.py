@@ -15,7 +15,7 @@ import bisect
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -61,10 +61,6 @@ def memory(cfg: ReservoirConfig) -> Memory:
     shown = 1 + max(np.flatnonzero(recall > _SMALLEST_SHOWN), default=-1)
     curve = [(int(k), round(float(share), 4)) for k, share in zip(delays[:shown], recall, strict=False)]
     return Memory(capacity, 2 * cfg.units, curve, radius, forgets, watched)
-
-
-def as_dict(cfg: ReservoirConfig) -> dict[str, Any]:
-    return memory(cfg)._asdict()
 
 
 def _spaced_delays(most: int) -> np.ndarray:
@@ -155,7 +151,7 @@ def _correlations(h_TM: np.ndarray, past_TK: np.ndarray, inverse_MM: np.ndarray)
 
 
 def _simulated_units(cfg: ReservoirConfig) -> int:
-    return cfg.units if cfg.unit == "linear" else min(cfg.units, max(_MOST_SIMULATED // cfg.ring, 1) * cfg.ring)
+    return min(cfg.units, max(_MOST_SIMULATED // cfg.ring, 1) * cfg.ring)
 
 
 def _states(cfg: ReservoirConfig, u_T: np.ndarray) -> np.ndarray:
@@ -170,16 +166,7 @@ def _states(cfg: ReservoirConfig, u_T: np.ndarray) -> np.ndarray:
 
 
 def next_state(cfg: ReservoirConfig, units: int) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Return a function (state [..., 2, N], input) -> next state: `model.next_state` of the first units, in NumPy."""
-    if cfg.unit == "linear":
-        m_N = multipliers(cfg)[:units]
-
-        def step(h: np.ndarray, b: np.ndarray) -> np.ndarray:
-            real, imaginary = h[..., 0, :], h[..., 1, :]
-            parts = (m_N.real * real - m_N.imag * imaginary, m_N.real * imaginary + m_N.imag * real)
-            return np.stack(parts, axis=-2) + b
-
-        return step
+    """Return (state [..., 2, N], input) -> next state: `model.next_state` of the first tanh units, in NumPy."""
     leak_N, weight_2N = leaks(cfg)[:units], np.asarray(ring_weights(cfg), float)[:, :units]
     numbers = np.arange(units)
     neighbor_N = numbers - 1 + cfg.ring * (numbers % cfg.ring == 0)

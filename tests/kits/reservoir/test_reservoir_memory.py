@@ -46,7 +46,19 @@ def test_a_shorter_memory_is_a_smaller_one_and_none_is_above_the_units():
     assert [each.capacity for each in few] == sorted(each.capacity for each in few)
 
 
-def test_the_closed_form_agrees_with_a_measured_readout():
+def linear_step(cfg, units):
+    m_N = reservoir.multipliers(cfg)[:units]
+
+    def step(h, b):
+        real, imaginary = h[..., 0, :], h[..., 1, :]
+        parts = (m_N.real * real - m_N.imag * imaginary, m_N.real * imaginary + m_N.imag * real)
+        return np.stack(parts, axis=-2) + b
+
+    return step
+
+
+def test_the_closed_form_agrees_with_a_measured_readout(monkeypatch):
+    monkeypatch.setattr(reservoir_memory, "next_state", linear_step)
     for cfg in (dataclasses.replace(RING, radius=0.5), SPREAD):
         by_formula = reservoir_memory.linear_recall(cfg)
         measured_K = reservoir_memory.measured_recall(cfg)
@@ -61,7 +73,8 @@ def test_the_states_are_those_of_the_model(cfg):
     along = jnp.asarray(np.moveaxis(driven_T2N, 0, 1)[:, None], jnp.float32)
     states = jax.jit(lambda along: reservoir.states(cfg, along, jnp.ones((1, 50), jnp.int32)))
     want = np.asarray(states(along))[:, 0]
-    after, h_2N = reservoir_memory.next_state(cfg, cfg.units), np.zeros((2, cfg.units))
+    next_state = linear_step if cfg.unit == "linear" else reservoir_memory.next_state
+    after, h_2N = next_state(cfg, cfg.units), np.zeros((2, cfg.units))
     for t, b_2N in enumerate(driven_T2N):
         h_2N = after(h_2N, b_2N)
         np.testing.assert_allclose(h_2N, want[:, t], atol=1e-5)
@@ -105,7 +118,7 @@ def test_a_diverging_reservoir_has_no_capacity():
 
 
 def test_the_report_shows_it(tmp_path, monkeypatch, capsys):
-    folder = make_run(tmp_path, [row(1), row(2)], remembers=reservoir_memory.as_dict(SPREAD))
+    folder = make_run(tmp_path, [row(1), row(2)], remembers=memory(SPREAD)._asdict())
     facts = memory_facts(open_run(folder))
     found = memory(SPREAD)
     assert facts["memory capacity of a layer"] == f"{found.capacity:.1f} of 24 real units"
