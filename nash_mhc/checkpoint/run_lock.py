@@ -273,14 +273,13 @@ def acquire(folder: Folder, *, wait: float = 0.0) -> Owner:
 
     Raise ConfigError naming the current owner.
     """
-    if is_remote(folder):
-        return _Lease(folder, wait)
-    try:
-        return _FileLock(folder, wait)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        return _Lease(folder, wait)
+    if not is_remote(folder):
+        try:
+            return _FileLock(folder, wait)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+    return _Lease(folder, wait)
 
 
 def acquire_shared(folder: Folder) -> Owner:
@@ -294,11 +293,18 @@ def acquire_shared(folder: Folder) -> Owner:
 
 def check_visible(folder: Folder) -> None:
     """Raise ConfigError unless this process sees the lock that process 0 holds."""
+    if not appears(folder / LOCK, folder / OBJECT):
+        raise ConfigError(
+            f"--checkpoint-dir {folder}: process {os.getpid()} on {socket.gethostname()} does not see the files of "
+            f"process 0; all processes need the same folder on a shared disk"
+        )
+
+
+def appears(*paths: Folder) -> bool:
+    """Wait for one of these files of another process, as long as a shared disk may take to show it."""
     end = time.monotonic() + SEEN_S
-    while not any(exists(folder / name) for name in (LOCK, OBJECT)):
+    while not any(map(exists, paths)):
         if time.monotonic() > end:
-            raise ConfigError(
-                f"--checkpoint-dir {folder}: process {os.getpid()} on {socket.gethostname()} does not see the files of "
-                f"process 0; all processes need the same folder on a shared disk"
-            )
+            return False
         time.sleep(_POLL_S)
+    return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import time
 from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +16,7 @@ from jaxtyping import PyTree
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.manifest import delete_unretained, remove_unfinished
-from nash_mhc.checkpoint.run_lock import SEEN_S
+from nash_mhc.checkpoint.run_lock import SEEN_S, appears
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.parallel.board import Barrier, LostProcess, from_leader
 from nash_mhc.parallel.params import named_leaves
@@ -65,24 +64,23 @@ class Store:
 
     def _processes(self, purpose: object) -> ocp.options.MultiprocessingOptions:
         """Return options that let processes wait for each other without devices, which would have no timeout."""
-        name = f"store{self._number}.{self._attempt}.{purpose}"
-        return ocp.options.MultiprocessingOptions(
-            active_processes=set(range(jax.process_count())), barrier_sync_key_prefix=name
-        )
+        everyone, name = set(range(jax.process_count())), f"store{self._number}.{self._attempt}.{purpose}"
+        return ocp.options.MultiprocessingOptions(active_processes=everyone, barrier_sync_key_prefix=name)
 
-    def _checkpointer(self, step: int, barrier: Barrier) -> ocp.AsyncCheckpointer:
-        """Return a checkpointer for one save; after a failure it cannot be used again.
+    def _checkpointer(self, step: int) -> tuple[ocp.AsyncCheckpointer, Barrier]:
+        """Return a checkpointer for one save and its threads' barrier; after a failure they cannot be used again.
 
         Orbax's CheckpointManager would add a list of steps, which is wrong once checkpoints are damaged or renamed.
         """
         processes = self._processes(step)
+        barrier = Barrier(processes.barrier_sync_key_prefix)
         # If creating a folder in the background fails, threads wait for it and delay the exit by ten minutes.
         options = ocp.options.AsyncOptions(create_directories_asynchronously=False, barrier_sync_fn=barrier)
         handler = ocp.CompositeCheckpointHandler(
             composite_options=ocp.CompositeOptions(multiprocessing_options=processes, async_options=options),
             state=ocp.StandardCheckpointHandler(), values=ocp.JsonCheckpointHandler(),
         )  # fmt: skip
-        return ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=processes)
+        return ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=processes), barrier
 
     def _current_inode(self) -> int | None:
         """Return what identifies the folder, to notice when it is replaced by another one of the same name."""
@@ -181,8 +179,8 @@ class Store:
             self._mark(step)
             items = ocp.args.Composite(state=ocp.args.StandardSave(named_leaves(state)), values=ocp.args.JsonSave(values))
             self._check_attempt(attempt)
-            self._barrier = barrier = Barrier(f"store{self._number}.{attempt}.{step}")
-            checkpointer = self._checkpointer(step, barrier)
+            checkpointer, barrier = self._checkpointer(step)
+            self._barrier = barrier
             checkpointer.save(self.folder / str(step), args=items, force=True)
             self._check_attempt(attempt)
             self._failed = False
@@ -194,12 +192,8 @@ class Store:
         mark = self.folder / f"{step}.saving"
         if jax.process_index() == 0:
             mark.touch()
-            return
-        end = time.monotonic() + SEEN_S
-        while not files.exists(mark):
-            if time.monotonic() > end:
-                raise FileNotFoundError(errno.ENOENT, "does not see the files of process 0", str(self.folder))
-            time.sleep(0.1)
+        elif not appears(mark):
+            raise FileNotFoundError(errno.ENOENT, "does not see the files of process 0", str(self.folder))
 
     def _check_attempt(self, attempt: int) -> None:
         """Stop a thread whose save was given up because it failed in another process."""
