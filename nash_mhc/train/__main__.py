@@ -17,6 +17,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config import logs
 from nash_mhc.config.commands import module_command, one_line_errors, resume_command, this_python
 from nash_mhc.config.parsing import Parsed, as_flags, parse, render, with_origins
+from nash_mhc.config.recorded import leaves
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.estimate.preflight import fastest_here, out_of_memory
 from nash_mhc.parallel.board import LostProcess
@@ -58,9 +59,8 @@ def next_commands(result: Result, flags: Sequence[str] = ()) -> str:
 def _unrecorded_flags(parsed: Parsed) -> list[str]:
     """Return the flags of this start that a run does not record, so that the command to resume it needs them."""
     processes = [f"mesh.{name}" for name in ("coordinator_address", "num_processes", "process_id", "connect_timeout")]
-    return as_flags({path: parsed.given[path] for path in processes if path in parsed.given}) + [
-        flag for flag, is_set in {"--no-preflight": parsed.own.no_preflight}.items() if is_set
-    ]
+    given = {path: parsed.given[path] for path in processes if path in parsed.given}
+    return as_flags(given) + ["--no-preflight"] * parsed.own.no_preflight
 
 
 def _own_flags(group: argparse._ArgumentGroup) -> None:
@@ -100,12 +100,9 @@ def _start(parsed: Parsed) -> int:
         return verify_resume(cfg)
     if parsed.print_config:
         resolved, _ = resolve(cfg)
-        before, origins = parsed.config.to_dict(), dict(parsed.origins)
-        for section, values in resolved.to_dict().items():
-            if isinstance(values, dict):
-                changed = {f"{section}.{k}" for k, v in values.items() if before[section][k] != v}
-                origins |= {k: f"{origins[k]}, resolved here" for k in changed}
-        print(render(resolved, origins), end="")
+        before, after = leaves(parsed.config.to_dict()), leaves(resolved.to_dict())
+        changed = {k: f"{parsed.origins[k]}, resolved here" for k in after if before[k] != after[k]}
+        print(render(resolved, {**parsed.origins, **changed}), end="")
         print(as_comments(resolved.mesh.platform, deterministic=resolved.train.deterministic), end="")
         return 0
     folders: list[str] = []
@@ -122,15 +119,15 @@ def _start(parsed: Parsed) -> int:
         if jax.process_index() == 0:
             print(f"stopped: {stopped}; to continue: {resume_command(stopped.folder, *flags)}", file=sys.stderr)
         return TRY_AGAIN
-    if parsed.config.telemetry.log_format == "json":
-        if jax.process_index() == 0:
-            values = {"folder": str(result.folder), "steps": parsed.config.train.total_steps, **result.evaluation}
-            print_event("done", values)
+    if jax.process_index() > 0:
         return 0
-    if jax.process_index() == 0:
-        if result.sample is not None:
-            _show_sample(result.sample)
-        print(next_commands(result, flags + ["--patience", "0"] * bool(cfg.train.patience)))
+    if parsed.config.telemetry.log_format == "json":
+        values = {"folder": str(result.folder), "steps": parsed.config.train.total_steps, **result.evaluation}
+        print_event("done", values)
+        return 0
+    if result.sample is not None:
+        _show_sample(result.sample)
+    print(next_commands(result, flags + ["--patience", "0"] * bool(cfg.train.patience)))
     return 0
 
 
