@@ -61,7 +61,7 @@ def test_a_topology_that_cannot_be_described_is_one_line(monkeypatch):
 
 def test_a_mesh_that_does_not_fill_the_topology_is_refused(monkeypatch):
     monkeypatch.setattr(topologies, "get_topology_desc", lambda **_: SimpleNamespace(devices=[None] * 8))
-    with pytest.raises(ConfigError, match=r"--topology .* has 8 chips, the mesh \d+"):
+    with pytest.raises(ConfigError, match=r"--topology .* 8 chips.* mesh.* 4\b"):
         bench_compile(small.mesh_config(small.config(), 2, 2, 1), "v6e:2x4")
 
 
@@ -478,7 +478,7 @@ def test_recall_is_scored_by_distance(compared):
         ("quality --warmup 3 --seeds 0", "unknown flag --warmup; did you mean --warmup-steps?"),
         ("quality --json /nowhere/figures.json --seeds 0", "--json /nowhere/figures.json: cannot be written"),
         ("quality --init-from x", "--init-from"),
-        ("data --dataset x", "--dataset: `bench data` ignores it"),
+        ("data --dataset x", "--dataset: `bench data` ignores"),
         ("data --tokenizer x", "--tokenizer"),
         ("step --objective distill", "--objective distill: `bench step`"),
         ("compile --seeds 3", "unknown flag --seeds; did you mean --seed?"),
