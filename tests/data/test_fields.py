@@ -95,8 +95,8 @@ def test_escapes_in_field_templates() -> None:
         ("{q}[ {a}", r"the \[ at character 4 is never closed; .*\\\["),
         ("{q}] {a}", r"the \] at character 4 closes nothing; write \\\]"),
         ("{q}[a [{b}]]", r"the \[ at character 7 is inside another"),
-        ("[INST] {q}", r"the \[ \] at character 6 names no field; write \\\[ and \\\]"),
-        ("{q} {", r"the \{ at character 5 .*field name; write \{question\}, or \\\{"),
+        ("[INST] {q}", r"the \[ \] at character 6 contains no field; write \\\[ and \\\]"),
+        ("{q} {", r"the \{ at character 5 .*field name; .*\{question\}, or \\\{"),
         ("{}", r"the \{ at character 1 .*field name"),
     ],
 )
