@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from nash_mhc.config.fields import key
-from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, Length
+from nash_mhc.config.schema import ARCHITECTURES, ArchitectureConfig, DivisibleSize
 from nash_mhc.model import architectures
 from nash_mhc.model.parts import init_matrix
 from nash_mhc.model.protocol import Architecture, Execution
@@ -22,8 +22,8 @@ class BigramConfig(ArchitectureConfig):
     vocab_size: int = key(257, "tokens in the vocabulary", low=2)
     width: int = key(32, "numbers that a token is remembered by", low=1)
 
-    def lengths(self):
-        return [*super().lengths(), Length("embed", self.width, "--model-width")]
+    def divisible_sizes(self):
+        return [*super().divisible_sizes(), DivisibleSize("embed", self.width, "--model-width")]
 
 
 class Bigram(eqx.Module):
@@ -48,7 +48,7 @@ class Bigram(eqx.Module):
     def health(self, report):
         return {"rms": jnp.sqrt(jnp.mean(jax.lax.stop_gradient(report) ** 2))}
 
-    def penalties(self, report):
+    def auxiliary_losses(self, report):
         return {}
 
 

@@ -105,7 +105,7 @@ class Unigram(eqx.Module):
     def health(self, report):
         return {}
 
-    def penalties(self, report):
+    def auxiliary_losses(self, report):
         return {}
 
 

@@ -45,7 +45,7 @@ def _layer_kinds(pattern: str, default: str, window: int | None, ffn_kind: str) 
     return tuple(kinds)
 
 
-class Length(NamedTuple):
+class DivisibleSize(NamedTuple):
     """A size that a mesh axis must divide if it splits this logical axis."""
 
     axis: str
@@ -88,9 +88,9 @@ class ArchitectureConfig(Section):
         """Return keys that follow from other settings: from all `values`, and from those `found` in named folders."""
         return {}
 
-    def lengths(self) -> list[Length]:
+    def divisible_sizes(self) -> list[DivisibleSize]:
         """Return the sizes that a mesh must divide."""
-        return [Length("vocab", self.padded_vocab, "--model-vocab-size")]
+        return [DivisibleSize("vocab", self.padded_vocab, "--model-vocab-size")]
 
     def check_rows(self, seq_len: int) -> None:
         """Raise ConfigError for a sequence length that the model cannot process."""
@@ -342,13 +342,13 @@ class ModelConfig(ArchitectureConfig):
     def depth(self) -> int:
         return self.layers
 
-    def lengths(self) -> list[Length]:
+    def divisible_sizes(self) -> list[DivisibleSize]:
         return [
-            Length("embed", self.width, "--model-width"),
-            Length("heads", self.heads, "--model-heads"),
-            Length("kv_heads", self.kv_heads, "--model-kv-heads"),
-            Length("ffn", self.ffn, "--model-ffn"),
-            Length("vocab", self.padded_vocab, "--model-vocab-size"),
+            DivisibleSize("embed", self.width, "--model-width"),
+            DivisibleSize("heads", self.heads, "--model-heads"),
+            DivisibleSize("kv_heads", self.kv_heads, "--model-kv-heads"),
+            DivisibleSize("ffn", self.ffn, "--model-ffn"),
+            DivisibleSize("vocab", self.padded_vocab, "--model-vocab-size"),
         ]
 
     def check_rows(self, seq_len: int) -> None:

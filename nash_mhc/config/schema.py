@@ -23,7 +23,7 @@ from nash_mhc.config.fields import (
     weighted_parts,
 )
 from nash_mhc.config.kits import Registry
-from nash_mhc.config.model import ArchitectureConfig, Length, ModelConfig
+from nash_mhc.config.model import ArchitectureConfig, DivisibleSize, ModelConfig
 from nash_mhc.config.recorded import is_unused
 from nash_mhc.config.sections import (
     KEEPABLE,
@@ -41,7 +41,7 @@ from nash_mhc.config.sections import (
 
 __all__ = [
     "ARCHITECTURES", "KEEPABLE", "KIT_SECTIONS", "PLATFORMS", "TEMPLATE", "ArchitectureConfig", "ConfigError",
-    "DataConfig", "Length", "LoraConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig", "OptimConfig",
+    "DataConfig", "DivisibleSize", "LoraConfig", "MeshConfig", "ModelConfig", "ObjectiveConfig", "OptimConfig",
     "PrecisionConfig", "RunConfig", "Section", "TelemetryConfig", "TrainConfig", "accepted_types", "check_field",
     "expand_home", "key", "nearest_multiple", "weighted_parts",
 ]  # fmt: skip

@@ -199,7 +199,7 @@ def _loss(
     """Return the bytes of a chunk of logits with its derivatives, and of the output projection's gradient."""
     columns = model.padded_vocab // math.prod(mesh[a] for a in RULES["vocab"])
     chunk = sequences * chunk_length(sequences, seq_len, columns) * columns
-    width = next(length.size for length in model.lengths() if length.axis == "embed")
+    width = next(length.size for length in model.divisible_sizes() if length.axis == "embed")
     return float(chunk * (4 + 4 + itemsize)), float(columns * width * 2 * 4)
 
 

@@ -90,7 +90,7 @@ def recomputed(model: ArchitectureConfig, seq_len: int, train: TrainConfig) -> f
     useful = architecture_of(model).flops_per_token(model, seq_len)
     if train.remat == "none":
         return 0.0
-    sizes = {length.axis: length.size for length in model.lengths()}
+    sizes = {length.axis: length.size for length in model.divisible_sizes()}
     output = 6.0 * model.vocab_size * sizes.get("embed", 0)
     saves_ffn = "ffn-up" in kept_names(train.kept)
     first = 4.0 * sizes.get("embed", 0) * sizes.get("ffn", 0) * model.depth
@@ -130,7 +130,7 @@ def speed(cfg: RunConfig, mesh: Mapping[str, int], machine: Machine, memory: Mem
     moved += _LOGIT_BYTES * own_tokens * cfg.model.padded_vocab / tp
     if chip.platform == "gpu" and cfg.train.unroll == "no":
         moved += _LOOP_COPIES * accum * (memory.streams + memory.activations)
-    width = next(length.size for length in cfg.model.lengths() if length.axis == "embed")
+    width = next(length.size for length in cfg.model.divisible_sizes() if length.axis == "embed")
     weights = memory.parameters * itemsize / (2 if cfg.precision.weights_dtype == "bfloat16" else 4)
     moved += accum * _WEIGHT_PASSES * weights * mesh[GATHERED]
     exchanged = _TP_EXCHANGES * cfg.model.depth * own_tokens * width * itemsize * (tp - 1) / tp

@@ -46,7 +46,7 @@ register(
         decode=LM.decode,
         attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window),
         activations=traced_memory.activations,
-        penalties=lambda run: {"sparsity": run.optim.sparsity},
+        auxiliary_weights=lambda run: {"sparsity": run.optim.sparsity},
     ),
 )
 

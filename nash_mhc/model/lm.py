@@ -204,7 +204,7 @@ class LM(eqx.Module):
         """Return the stream after each layer, if the execution captures `layer_output`."""
         return captured.get("layer_output")
 
-    def penalties(self, captured: Captures) -> dict[str, Float[Array, ""]]:
+    def auxiliary_losses(self, captured: Captures) -> dict[str, Float[Array, ""]]:
         """Return `sparsity`: the mean entropy of the scales' weights over its maximum."""
         return {"sparsity": jnp.mean(summary(captured)["scale_entropy"])} if "game" in captured else {}
 

@@ -40,26 +40,26 @@ class LanguageModel(Protocol):
     def hidden(
         self, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None = None, execution: Execution = Execution()
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """Return (final hidden states, a report for `health` and `penalties`)."""
+        """Return (final hidden states, a report for `health` and `auxiliary_losses`)."""
 
     def health(self, report: Any) -> dict[str, Array]:
         """Return the health/ metrics of metrics.jsonl, scalars or short vectors, without gradients."""
 
-    def penalties(self, report: Any) -> dict[str, Float[Array, ""]]:
-        """Return auxiliary losses per token, by name. `Architecture.penalties` has their weights."""
+    def auxiliary_losses(self, report: Any) -> dict[str, Float[Array, ""]]:
+        """Return auxiliary losses per token, by name. `Architecture.auxiliary_weights` has their weights."""
 
 
-def after_update(module: Any, step: Int[Array, ""], changed: Bool[Array, ""], health: Mapping[str, Array]) -> Any:
+def after_update(module: Any, step: Int[Array, ""], applied: Bool[Array, ""], health: Mapping[str, Array]) -> Any:
     """Call the `after_update` hook of every module that has one, inner modules first.
 
-    A hook `after_update(self, step, changed, health) -> module` runs inside the compiled step, after the optimizer. It
-    updates state without gradients (role STATE), such as the bias of a router. `step` counts updates. `changed` is
+    A hook `after_update(self, step, applied, health) -> module` runs inside the compiled step, after the optimizer. It
+    updates state without gradients (role STATE), such as the bias of a router. `step` counts updates. `applied` is
     false for a skipped step, which must not change the state. `health` is averaged over the microbatches.
     """
     is_hooked = lambda x: x is not module and hasattr(x, "after_update")
-    inner = lambda x: after_update(x, step, changed, health) if is_hooked(x) else x
+    inner = lambda x: after_update(x, step, applied, health) if is_hooked(x) else x
     module = jax.tree.map(inner, module, is_leaf=is_hooked)
-    return module.after_update(step, changed, health) if hasattr(module, "after_update") else module
+    return module.after_update(step, applied, health) if hasattr(module, "after_update") else module
 
 
 class AttentionShape(NamedTuple):
@@ -103,6 +103,6 @@ class Architecture(NamedTuple):
     # (run, data source, mesh) -> a fresh model on the mesh, fitted to a few batches. None: random initial values.
     warm_start: Callable[[RunConfig, Any, Any], Any | None] = lambda run, source, mesh: None
     # Weights of the auxiliary losses, by name. The objectives next_token and smoothed add them to their loss.
-    penalties: Callable[[RunConfig], Mapping[str, float]] = lambda run: {}
+    auxiliary_weights: Callable[[RunConfig], Mapping[str, float]] = lambda run: {}
     # Memory capacity known before training, for run.json and the report (see `kits/reservoir/memory.py`).
     memory_capacity: Callable[[Any], dict[str, Any] | None] = lambda cfg: None

@@ -55,8 +55,8 @@ Objective = Callable[[Any, Batch], tuple[Float[Array, ""], Aux]]  # of a Languag
 def auxiliary_losses(
     model: Any, report: Any, weights: Mapping[str, float], tokens: Float[Array, ""]
 ) -> dict[str, Float[Array, ""]]:
-    """Return the model's auxiliary losses (`LanguageModel.penalties`), times their weights and the number of tokens."""
-    found = model.penalties(report) if any(weights.values()) else {}
+    """Return the model's auxiliary losses times their weights and the number of tokens."""
+    found = model.auxiliary_losses(report) if any(weights.values()) else {}
     return {f"loss/{name}": weight * found.get(name, jnp.zeros(())) * tokens for name, weight in weights.items()}
 
 

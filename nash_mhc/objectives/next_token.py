@@ -21,16 +21,16 @@ def next_token(
     execution: Execution,
     z_weight: float = 0.0,
     smoothing: float = 0.0,
-    penalties: Mapping[str, float] = {},
+    auxiliary_weights: Mapping[str, float] = {},
 ) -> tuple[Float[Array, ""], Aux]:
-    """Sum the cross-entropy of the next token, the z-loss, and the model's auxiliary losses with weights `penalties`.
+    """Sum the cross-entropy of the next token, the z-loss, and the weighted auxiliary losses of the model.
 
     `smoothing` is the share of each target that is spread over the whole vocabulary.
     """
     x_BTD, report = model.hidden(batch.inputs, batch.segments, execution)
     V = model.cfg.vocab_size
     out = sharded_xent(x_BTD, model.unembed_VD, batch.targets, batch.weights, V, z_weight, smoothing)
-    extra = auxiliary_losses(model, report, penalties, out.weight)
+    extra = auxiliary_losses(model, report, auxiliary_weights, out.weight)
     loss = sum(extra.values(), out.loss)
     totals = {"loss": loss, "loss/ce": out.ce, "loss/z": z_weight * out.z}
     if smoothing:
@@ -42,9 +42,9 @@ def next_token(
 
 
 def make_next_token(cfg: RunConfig, execution: Execution, smoothing: float = 0.0) -> Objective:
-    penalties = architecture_of(cfg.model).penalties(cfg)
+    auxiliary_weights = architecture_of(cfg.model).auxiliary_weights(cfg)
     return functools.partial(
-        next_token, execution=execution, z_weight=cfg.optim.z_loss, smoothing=smoothing, penalties=penalties
+        next_token, execution=execution, z_weight=cfg.optim.z_loss, smoothing=smoothing, auxiliary_weights=auxiliary_weights
     )
 
 

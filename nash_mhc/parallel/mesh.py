@@ -19,7 +19,7 @@ from nash_mhc.config.schema import (
     ArchitectureConfig,
     ConfigError,
     DataConfig,
-    Length,
+    DivisibleSize,
     MeshConfig,
     nearest_multiple,
 )
@@ -167,10 +167,10 @@ def describe(mesh: Mesh) -> str:
     return text + (f"; {idle} more are idle: use them with --mesh-data -1" if idle > 0 else "")
 
 
-def misfits(data: DataConfig, model: ArchitectureConfig, mesh_shape: Mapping[str, int]) -> list[Length]:
+def misfits(data: DataConfig, model: ArchitectureConfig, mesh_shape: Mapping[str, int]) -> list[DivisibleSize]:
     """Return the sizes that their mesh axes do not divide. Inside jit, such an axis would silently be replicated."""
-    of_data = [Length("batch", data.batch_size, "--batch-size"), Length("time_split", data.seq_len, "--seq-len")]
-    return [length for length in (*of_data, *model.lengths()) if length.size % _shards(length, mesh_shape)]
+    of_data = [DivisibleSize("batch", data.batch_size, "--batch-size"), DivisibleSize("time_split", data.seq_len, "--seq-len")]
+    return [length for length in (*of_data, *model.divisible_sizes()) if length.size % _shards(length, mesh_shape)]
 
 
 def check_fit(
@@ -204,14 +204,14 @@ def check_fit(
     raise ConfigError(f"{first} cannot be split over {over}{rest}; try {', or '.join(remedies)}")
 
 
-def _shards(length: Length, mesh_shape: Mapping[str, int]) -> int:
+def _shards(length: DivisibleSize, mesh_shape: Mapping[str, int]) -> int:
     return math.prod(mesh_shape[axis] for axis in RULES[length.axis])
 
 
 def _resized(
     data: DataConfig,
     model: ArchitectureConfig,
-    found: list[Length],
+    found: list[DivisibleSize],
     mesh_shape: Mapping[str, int],
     resizable: Collection[str],
 ) -> str | None:
@@ -235,13 +235,13 @@ def _resized(
     return " ".join(f"{flag} {size}" for flag, size in wanted.items())
 
 
-def _nearest(model: ArchitectureConfig, length: Length, shards: int, value: int) -> dict[str, int]:
+def _nearest(model: ArchitectureConfig, length: DivisibleSize, shards: int, value: int) -> dict[str, int]:
     """Return flags that make `length` divisible by `shards`; `value` is what its flag is set to now."""
     axis, size, flag = length
     if axis == "vocab":  # upwards for the tokenizer; the model pads to a multiple of 128
         unit = math.lcm(128, shards)
         return {flag: -(-size // unit) * unit}
-    of = {other.axis: other.size for other in model.lengths()}
+    of = {other.axis: other.size for other in model.divisible_sizes()}
     if axis not in ("heads", "kv_heads") or "kv_heads" not in of:
         # Sequences contain whole coarse blocks; a size may be a fraction of its flag's value.
         unit = math.lcm(shards, model.alignment) if axis == "time_split" else shards * (value // size)

@@ -42,9 +42,9 @@ class Router(eqx.Module):
         chosen_BTE = jax.nn.one_hot(jnp.argmax(scores_BTE + self.bias_E[None, None], axis=-1), EXPERTS)
         return scores_BTE, chosen_BTE
 
-    def after_update(self, step, changed, health):
+    def after_update(self, step, applied, health):
         bias_E = self.bias_E + self.rate * jnp.sign(1 / EXPERTS - health["load"])
-        return dataclasses.replace(self, bias_E=jnp.where(changed, bias_E, self.bias_E))
+        return dataclasses.replace(self, bias_E=jnp.where(applied, bias_E, self.bias_E))
 
 
 class Routed(Bigram):
@@ -68,7 +68,7 @@ class Routed(Bigram):
     def health(self, report):
         return {"load": jax.lax.stop_gradient(report[1])}
 
-    def penalties(self, report):
+    def auxiliary_losses(self, report):
         return {"balance": EXPERTS * jnp.sum(report[0] * jax.lax.stop_gradient(report[1]))}
 
 
@@ -78,7 +78,7 @@ def routed(monkeypatch):
         monkeypatch.setitem(sharding.RULES, axis, ())
     known = dict(ARCHITECTURES)
     monkeypatch.setattr(architectures, "_KNOWN", dict(architectures._KNOWN))
-    own = BIGRAM._replace(init=Routed.init, penalties=lambda run: {"balance": run.model.balance})
+    own = BIGRAM._replace(init=Routed.init, auxiliary_weights=lambda run: {"balance": run.model.balance})
     architectures.register(RoutedConfig, own)
     yield
     ARCHITECTURES.clear()

@@ -151,7 +151,7 @@ class DistillFeed(Feed):
         tokens = cfg.train.grad_accum * rows * cfg.data.seq_len
         token_bytes = _TOKEN_BYTES * (min(d.top_k, cfg.model.vocab_size) + d.random) + 4
         logits = float(tokens * token_bytes * (1 + bool(d.anchor)))
-        width = next(length.size for length in cfg.model.lengths() if length.axis == "embed")
+        width = next(length.size for length in cfg.model.divisible_sizes() if length.axis == "embed")
         layers = tokens * cfg.model.depth * width * (2.0 if cfg.train.dtype == "bfloat16" else 4.0) * bool(d.layers)
         teachers = _shapes(d, cfg.train.init_from)
         weights = sum(_weights(tree, mesh) for _, tree in teachers)

@@ -87,11 +87,11 @@ class Quantized(DerivedParam, Weight):
     def array(self) -> Array:
         return self.materialize()
 
-    def after_update(self, step: Int[Array, ""], changed: Bool[Array, ""], health: Mapping[str, Array]) -> Quantized:
+    def after_update(self, step: Int[Array, ""], applied: Bool[Array, ""], health: Mapping[str, Array]) -> Quantized:
         """Check every 100 steps which magnitudes hardly moved. After two such checks in a row a magnitude is frozen."""
         if self.magnitude_R is None or self.seen_R is None or self.rests_R is None:
             return self
-        due = changed & (step % _CHECK_INTERVAL == 0)
+        due = applied & (step % _CHECK_INTERVAL == 0)
         rests = self.rests_R >= _CHECKS_AT_REST
         moved = jnp.abs(self.magnitude_R - self.seen_R) / jnp.maximum(jnp.abs(self.seen_R), 1e-12)
         count = jnp.where(moved < self.rest, self.rests_R + 1, 0)

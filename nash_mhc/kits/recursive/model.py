@@ -222,7 +222,7 @@ class Recursive(eqx.Module):
         """Return the change by the last cycle. Near 0, more cycles would change nothing."""
         return {"last_move": report}
 
-    def penalties(self, report: Float[Array, ""]) -> dict[str, Array]:
+    def auxiliary_losses(self, report: Float[Array, ""]) -> dict[str, Array]:
         return {}
 
 

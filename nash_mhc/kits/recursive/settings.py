@@ -8,7 +8,7 @@ from typing import Any
 
 from nash_mhc.config.fields import ConfigError, Settings, key
 from nash_mhc.config.kits import Generator
-from nash_mhc.config.model import AttendingConfig, Length
+from nash_mhc.config.model import AttendingConfig, DivisibleSize
 from nash_mhc.config.presets import OPTIM, TELEMETRY, TRAIN
 from nash_mhc.config.schema import DataConfig, ObjectiveConfig, OptimConfig, RunConfig, TelemetryConfig, TrainConfig
 
@@ -85,12 +85,12 @@ class RecursiveConfig(AttendingConfig):
                 "--objective puzzle, or a causal model"
             )
 
-    def lengths(self) -> list[Length]:
+    def divisible_sizes(self) -> list[DivisibleSize]:
         return [
-            Length("embed", self.width, "--model-width"),
-            Length("heads", self.heads, "--model-heads"),
-            Length("ffn", self.ffn, "--model-ffn"),
-            *super().lengths(),
+            DivisibleSize("embed", self.width, "--model-width"),
+            DivisibleSize("heads", self.heads, "--model-heads"),
+            DivisibleSize("ffn", self.ffn, "--model-ffn"),
+            *super().divisible_sizes(),
         ]
 
     def check_rows(self, seq_len: int) -> None:

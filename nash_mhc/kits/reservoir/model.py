@@ -221,7 +221,7 @@ class Reservoir(eqx.Module):
     def health(self, report: None) -> dict[str, Array]:
         return {}
 
-    def penalties(self, report: None) -> dict[str, Array]:
+    def auxiliary_losses(self, report: None) -> dict[str, Array]:
         return {}
 
 

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 from nash_mhc.config.fields import ConfigError, key, nearest_multiple
-from nash_mhc.config.model import AttendingConfig, Length
+from nash_mhc.config.model import AttendingConfig, DivisibleSize
 from nash_mhc.config.presets import OPTIM, TELEMETRY, TRAIN
 from nash_mhc.config.schema import DataConfig, OptimConfig, RunConfig, TrainConfig
 
@@ -67,13 +67,13 @@ class ReservoirConfig(AttendingConfig):
     def depth(self) -> int:
         return self.layers
 
-    def lengths(self) -> list[Length]:
+    def divisible_sizes(self) -> list[DivisibleSize]:
         return [
-            Length("embed", self.width, "--model-width"),
-            Length("reservoir", self.units if self.unit == "linear" else self.units // self.ring, "--model-units"),
-            Length("ffn", self.ffn, "--model-ffn"),
-            *([Length("heads", self.heads, "--model-heads")] if self.attention_every else []),
-            *super().lengths(),
+            DivisibleSize("embed", self.width, "--model-width"),
+            DivisibleSize("reservoir", self.units if self.unit == "linear" else self.units // self.ring, "--model-units"),
+            DivisibleSize("ffn", self.ffn, "--model-ffn"),
+            *([DivisibleSize("heads", self.heads, "--model-heads")] if self.attention_every else []),
+            *super().divisible_sizes(),
         ]
 
 
