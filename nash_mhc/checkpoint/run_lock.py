@@ -93,7 +93,7 @@ class _Wait:
                 f"--wait-for-lock SECONDS, or choose another folder"
             )
         if waited >= self._next_message:
-            log.info(f"{self._folder}: another run holds it ({holder}); waiting up to {self._limit - waited:.0f} s ...")
+            log.info(f"{self._folder}: another run holds the lock ({holder}); waiting up to {self._limit - waited:.0f} s ...")
             self._next_message = waited + _REPEAT_MESSAGE_S
         time.sleep(min(_POLL_S, self._limit - waited))
 

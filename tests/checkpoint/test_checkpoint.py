@@ -98,7 +98,7 @@ def test_reading_renames_nothing_and_refuses_a_damaged_step(run, messages):
         assert store.latest_complete() == 3
         assert messages[0].endswith("skipped")
         assert store.steps() == [3, 6]
-        with pytest.raises(ConfigError, match=r"checkpoints/6: damaged, the content of state/"):
+        with pytest.raises(ConfigError, match=r"checkpoints/6: damaged \(the content of state/"):
             store.restore(6, LIKE)
 
 

@@ -43,7 +43,7 @@ def owner_of(folder):
 
 def test_a_live_owner_is_named_and_keeps_the_directory(beating, messages):
     owner = acquire(beating)
-    with pytest.raises(ConfigError, match=r"another run holds it \(process \d+ on host-0, since"):
+    with pytest.raises(ConfigError, match=r"another run holds the lock \(process \d+ on host-0, since"):
         acquire(beating)
     assert "checking whether it is still alive" in messages[0]
     with pytest.raises(ConfigError, match=r"\(waited for \d+ s\)"):

@@ -96,7 +96,10 @@ plain = load_plain_schema()
         ),
         (lambda: plain.MeshConfig(tp=0), "mesh.tp must be a positive number of devices, or -1 for all remaining ones, not 0"),
         (lambda: plain.MeshConfig(tp=-2), "mesh.tp must be at least -1, not -2"),
-        (lambda: plain.MeshConfig(data=-1, tp=-1), "only one mesh axis may be -1 (the rest), not mesh.data and mesh.tp"),
+        (
+            lambda: plain.MeshConfig(data=-1, tp=-1),
+            "only one mesh axis may be -1 (all remaining devices), not mesh.data and mesh.tp",
+        ),
         (lambda: plain.RunConfig(model_size=3), "model_size must be text, not 3"),
         (
             lambda: plain.RunConfig(optim=plain.OptimConfig(warmup_steps=9), train=plain.TrainConfig(total_steps=8)),
@@ -108,7 +111,7 @@ plain = load_plain_schema()
             "--kit); choose from model_size, kit, model, data, mesh, optim, train, objective, lora, "
             "precision, telemetry, distill, quantize",
         ),
-        (lambda: plain.RunConfig.from_dict({"data": 3}), "data must hold keys and values, not 3"),
+        (lambda: plain.RunConfig.from_dict({"data": 3}), "data must contain keys and values, not 3"),
         (lambda: plain.RunConfig.from_dict({"data": {"seq_len": 1}}), "data.seq_len must be at least 2, not 1"),
     ],
 )
@@ -159,7 +162,7 @@ def test_every_key_is_declared_with_help_and_a_valid_default(kind):
 
 
 def test_unknown_size_lists_the_sizes():
-    with pytest.raises(ConfigError, match="unknown model size 'huge'") as caught:
+    with pytest.raises(ConfigError, match="unknown size 'huge'") as caught:
         presets.run("huge")
     assert all(size in str(caught.value) for size in presets.sizes())
 

@@ -91,7 +91,7 @@ def test_escapes_in_field_templates() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("no field", r"--prompt-template 'no field': names no field; .*\{question\}"),
+        ("no field", r"--prompt-template 'no field': contains no field; .*\{question\}"),
         ("{q}[ {a}", r"the \[ at character 4 is never closed; .*\\\["),
         ("{q}] {a}", r"the \] at character 4 closes nothing; write \\\]"),
         ("{q}[a [{b}]]", r"the \[ at character 7 is inside another"),
@@ -139,7 +139,7 @@ def test_contradictory_settings_are_refused(settings: dict[str, Any], message: s
         ({"q": None, "a": "y"}, r"qa\.jsonl:3: field 'q' is empty; .* in --prompt-template"),
         ({"q": ["x"], "a": "y"}, r"qa\.jsonl:3: q is of type list, not text"),
         ({"q": True, "a": "y"}, r"qa\.jsonl:3: q is of type bool, not text"),
-        ([1], r"qa\.jsonl:3: a value of type list instead of an object with fields"),
+        ([1], r"qa\.jsonl:3: not an object with fields, but a value of type list"),
     ],
 )
 def test_missing_fields_are_reported_with_file_and_line(tmp_path: Path, record: Any, message: str) -> None:
@@ -181,5 +181,5 @@ def test_a_tokenizer_can_be_trained_on_fields(tmp_path: Path) -> None:
     file = write(tmp_path / "qa.jsonl", [FULL])
     cfg = DataConfig(dataset=str(file), format="fields", prompt_template="{question} ", response_template="{answer}")
     assert list(corpus_texts(cfg, open_corpus(cfg))) == ["May he? No."]
-    with pytest.raises(ConfigError, match="--template tokenizer: has no tokenizer"):
+    with pytest.raises(ConfigError, match="--template tokenizer: no tokenizer"):
         template_settings(DataConfig(template="tokenizer"), "chat", None)

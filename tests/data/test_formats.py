@@ -46,7 +46,7 @@ def test_registered_format_errors_name_the_document(tmp_path: Path) -> None:
     files.register_format(".lines", _lines)
     (tmp_path / "a.lines").write_bytes(b"one\n\xff\n")
     cfg = DataConfig(dataset=str(tmp_path / "a.lines"), text_field="body")
-    with pytest.raises(ConfigError, match=r"a\.lines: its format cannot read document 1 \(UnicodeDecodeError"):
+    with pytest.raises(ConfigError, match=r"a\.lines: the reader of this format failed at document 1 \(UnicodeDecodeError"):
         list(Files(cfg.dataset, cfg).read("train"))
     (tmp_path / "a.lines").write_text("{two}\n")
     with pytest.raises(ConfigError, match=r"a\.lines:1: no column 'body' .columns: text.; .*--text-field"):

@@ -236,7 +236,7 @@ def test_nothing_is_held_out_with_validation_fraction_zero(tmp_path: Path) -> No
     assert held_out.name == "stories"
     (tmp_path / "short.txt").write_text("too short to be divided")
     short = DataConfig(dataset=str(tmp_path / "short.txt"), cache_dir=whole.cache_dir)
-    with pytest.raises(ConfigError, match=r"short\.txt: has no rows of split 'validation', there is train; add text"):
+    with pytest.raises(ConfigError, match=r"short\.txt: has no rows of split 'validation' .splits: train.; add text"):
         open_held_out(short, BYTES)
 
 
@@ -258,7 +258,7 @@ def test_a_folder_of_an_earlier_version_is_refused_with_the_prepare_command(tmp_
     assert sorted(p.name for p in tmp_path.iterdir()) == ["my notes.jsonl", "out"]
     # Where the data is another one now, nothing of the old is touched.
     (tmp_path / "out" / "manifest.json").write_text(json.dumps(old | {"recipe": old["recipe"] | {"content": "other"}}))
-    with pytest.raises(ConfigError, match=r"out: holds other data"):
+    with pytest.raises(ConfigError, match=r"out: contains other data"):
         prepared(tmp_path / "out", tmp_path / "my notes.jsonl", align=16, **settings)
     # The version before did not know where its data lay.
     del old["about"]

@@ -212,7 +212,7 @@ def test_the_length_of_a_mixture_excludes_repeated_rows(mixture: RowSource) -> N
     [
         (["a", "b"], ["0", "0"], r"each weight must be at least 1/4096"),
         (["a", "b"], ["1", "0.0001"], r"each weight must be at least 1/4096"),
-        (["a", "a"], ["1", "1"], r"--dataset: a is given twice"),
+        (["a", "a"], ["1", "1"], r"--dataset: a was given twice"),
     ],
 )
 def test_impossible_mixtures_are_refused(stories: StoryRows, names: list[str], weights: list[str], message: str) -> None:

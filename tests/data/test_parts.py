@@ -92,7 +92,9 @@ def test_the_test_part_comes_from_the_manifest(tmp_path: Path) -> None:
     assert mixed.name == str(tmp_path / "out")
     prepared(tmp_path / "plain", file, align=1)
     assert open_test(DataConfig(dataset=str(tmp_path / "plain")), BYTES) is None
-    with pytest.raises(ConfigError, match=r"plain: was prepared without a test part 'test'; prepare it again with --test-fra"):
+    with pytest.raises(
+        ConfigError, match=r"plain: was prepared without the test split 'test'; prepare the data again with --test-fra"
+    ):
         open_source(DataConfig(dataset=str(tmp_path / "plain"), test_fraction=0.1), BYTES, split="train", seed=0)
     with pytest.raises(
         ConfigError,
@@ -139,7 +141,7 @@ def test_impossible_test_splits_are_refused(tmp_path: Path, settings: dict[str, 
     with pytest.raises(ConfigError, match=message):
         prepared(tmp_path / "out", tmp_path / "a.jsonl", **settings)
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
-    with pytest.raises(ConfigError, match="--dataset stories: has no test part; leave out --test-fraction"):
+    with pytest.raises(ConfigError, match="--dataset stories: has no test split; leave out --test-fraction"):
         open_test(DataConfig(test_fraction=0.1), BYTES)
 
 

@@ -62,7 +62,7 @@ def test_a_folder_and_a_glob_hold_files_of_any_kind(tmp_path: Path) -> None:
     assert chosen.files == ("a.txt", "code.py")
     with pytest.raises(ConfigError, match=r"no text files in this folder; .*1 \.png.*with --extensions"):
         prepared(tmp_path / "none", folder, extensions=".c")
-    with pytest.raises(ConfigError, match=r"--extensions '\*\.py': must be file extensions"):
+    with pytest.raises(ConfigError, match=r"--extensions '\*\.py': must be comma-separated file extensions"):
         prepared(tmp_path / "none", folder, extensions="*.py")
     prepared(tmp_path / "globbed", str(folder / "**" / "*.parquet"), validation_fraction=0.0)
     assert texts(tmp_path / "globbed") == ["from a table"]

@@ -179,7 +179,7 @@ def test_volumes_are_shuffled_and_lanes_do_not_end_together(folders: Path, tmp_p
 def test_unsupported_streams_are_refused(folders: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"dataset": str(tmp_path / "a.txt")}, r"a\.txt: --streaming reads Parquet and Hugging Face data"),
+        ({"dataset": str(tmp_path / "a.txt")}, r"a\.txt: --streaming reads only Parquet and Hugging Face data"),
         ({"num_workers": 2}, r"--streaming .*; leave out --num-workers"),
         ({"max_documents": 2}, r"--streaming reads all of the data; leave out --max-documents"),
         ({"text_field": "body"}, r"0\.parquet:1: no column 'body' .columns: text.; .*--text-field"),

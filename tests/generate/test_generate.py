@@ -288,7 +288,7 @@ def test_command_prints_the_prompt_and_its_continuation(
         (["--max-tokens", "0"], "--max-tokens must be at least 1, not 0"),
         (["--seed", "-1"], "--seed must be at least 0, not -1"),
         (["--prompt", "\udcff"], "--prompt is not UTF-8 text"),
-        (["--step", "7"], "--step 7: DIR has no such checkpoint; it has 1, 2"),
+        (["--step", "7"], "--step 7: DIR has no such checkpoint; its checkpoints: 1, 2"),
     ],
 )
 def test_each_bad_flag_is_one_line(

@@ -279,7 +279,7 @@ def test_a_damaged_folder_is_refused_by_name_and_leaves_nothing(name, folders, t
             if v == gone.name
         )
         gone.unlink()
-        said = f'{gone.name}, which holds "{lost}", is missing'
+        said = f'{gone.name}, which contains "{lost}", is missing'
     elif name == "no JSON":
         (folder / "config.json").write_text("{")
         said = "config.json: cannot be read"

@@ -98,7 +98,7 @@ def test_a_run_with_it_is_the_same_on_a_mesh_and_with_remat_and_not_that_without
 
 def test_what_it_cannot_go_with_is_said():
     train = TrainConfig(matmul_dtype="float8")
-    with pytest.raises(ConfigError, match="only models of kind nash-mhc"):
+    with pytest.raises(ConfigError, match="only --model-kind nash-mhc"):
         RunConfig(model=BigramConfig(), train=train)
     with pytest.raises(ConfigError, match="--matmul-dtype float8: --quantize"):
         RunConfig(train=train, of_kits=(QuantizeConfig(weights="4/8,4/8"),))

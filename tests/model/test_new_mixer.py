@@ -157,7 +157,7 @@ def test_flops_are_the_sum_over_layers():
 
 
 def test_exporting_it_is_refused_in_one_line():
-    with pytest.raises(ConfigError, match=r"^gated: the exported model code has no such block"):
+    with pytest.raises(ConfigError, match=r"^gated: the exported model code does not support this block"):
         tensors(gated())
 
 

@@ -143,7 +143,7 @@ def test_a_file_at_the_path_of_the_run_is_reported(tmp_path: Path) -> None:
 
 def test_resuming_from_a_folder_without_a_run_is_reported(tmp_path: Path) -> None:
     cfg = changed(SMALL, train={"checkpoint_dir": str(tmp_path / "new"), "resume_from": str(tmp_path / "old")})
-    assert re.search(r"--resume-from .*old: no run with checkpoints there", refusal(cfg))
+    assert re.search(r"--resume-from .*old: not a run with checkpoints", refusal(cfg))
     (tmp_path / "old" / "checkpoints").mkdir(parents=True)
     assert re.search(r"--resume-from .*old: no complete checkpoint", refusal(cfg))
 

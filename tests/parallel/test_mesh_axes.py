@@ -42,5 +42,5 @@ def test_messages_and_checks_include_the_axis():
     assert describe(make_mesh(mesh)) == "8 x cpu, mesh 1x2x1x4 (data x fsdp x tp x pod)"
     with pytest.raises(ConfigError, match=r"--batch-size 12 cannot be split over pod x data x fsdp = 8"):
         resolve(dataclasses.replace(small.config(data__batch_size=12), mesh=mesh))
-    with pytest.raises(ConfigError, match=r"only one mesh axis may be -1 \(the rest\), not mesh.tp and mesh.pod"):
+    with pytest.raises(ConfigError, match=r"only one mesh axis may be -1 \(all remaining devices\), not mesh.tp and mesh.pod"):
         WithPods(tp=-1, pod=-1)

@@ -74,7 +74,7 @@ def test_damage_and_what_its_own_configuration_does_not_fit_fail(state, tmp_path
     saved(tmp_path / "a", state, cfg=small.config(optim__ema_decay=0.9, model__ffn=32))
     code, out = tried(tmp_path / "a", monkeypatch, capsys)
     assert code == 1
-    assert "ffn.gate_DF is (2, 32, 64), this configuration needs (2, 32, 32)" in out
+    assert "ffn.gate_DF is (2, 32, 64), but this configuration needs (2, 32, 32)" in out
 
     checkpoint = saved(tmp_path / "b", state)
     flip(data_file(checkpoint))

@@ -264,7 +264,7 @@ def test_averaged_weights_are_what_another_run_starts_from(tmp_path):
 
 def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
     new = lambda **changes: changed(tmp_path / "new", train__init_from=str(base.folder), **changes)
-    with pytest.raises(ConfigError, match=r"--init-from \S+nothing: no run with checkpoints there"):
+    with pytest.raises(ConfigError, match=r"--init-from \S+nothing: not a run with checkpoints"):
         run(changed(tmp_path / "new", train__init_from=str(tmp_path / "nothing")), quiet=True)
     with pytest.raises(ConfigError, match=r"--init-step 3: no such checkpoint; checkpoints of that run: 2, 4, 6"):
         run(new(train__init_step=3), quiet=True)

@@ -195,7 +195,7 @@ def test_data_that_has_changed_is_not_read_on(tmp_path):
 
 def test_switching_ema_on_in_a_used_folder_is_refused(unbroken):
     cfg = dataclasses.replace(RUN, optim=dataclasses.replace(RUN.optim, ema_decay=0.9))
-    with pytest.raises(ConfigError, match=r"holds another run: optim\.ema_decay \(0\.0 there, 0\.9 now\)"):
+    with pytest.raises(ConfigError, match=r"holds another run: optim\.ema_decay \(0\.0 in that run, 0\.9 in this command\)"):
         at(unbroken.folder, cfg)
 
 

@@ -86,7 +86,7 @@ def test_random_tokens_are_cached_and_used_in_training(teacher, cache, tmp_path)
     assert rows(run.folder)[-1]["kl"] > 0
     assert json.loads((run.folder / "run.json").read_text())["config"]["distill"]["random"] == 5
     other = dataclasses.replace(student(out), model=dataclasses.replace(STUDENT.model, vocab_size=300))
-    with pytest.raises(ConfigError, match=r"vocabulary of 257, the model has 300"):
+    with pytest.raises(ConfigError, match=r"vocabulary of 257, but the model has 300"):
         at(tmp_path / "other", other)
 
 
@@ -280,9 +280,9 @@ def test_settings_that_do_not_fit_are_refused(teacher, cache, tmp_path):
     refused(warm, "--distill-temperature 3: .* 1, 2;")
     other = shutil.copytree(cache, tmp_path / "other")
     (other / "manifest.json").write_text((cache / "manifest.json").read_text().replace('"bytes": ', '"bytes": 1'))
-    refused(student(other), "--dataset .*other: its text has changed")
+    refused(student(other), "--dataset .*other: the text has changed")
     longer = dataclasses.replace(student(cache), data=dataclasses.replace(student(cache).data, seq_len=64))
-    refused(longer, "have 32 tokens")
+    refused(longer, "sequence length 32")
     spoilt = shutil.copytree(cache, tmp_path / "spoilt")
     name = next(path for path in spoilt.iterdir() if path.suffix == ".teacher")
     name.write_bytes(bytes([name.read_bytes()[0] ^ 1]) + name.read_bytes()[1:])

@@ -74,7 +74,7 @@ def test_a_resumed_run_continues_with_its_carry(solving, tmp_path):
     copy = shutil.copytree(run.folder, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "30")
     assert_equal_states(at(copy, cfg).state, run.state, rtol=0, atol=0)
-    with pytest.raises(ConfigError, match=r"data.batch_size \(16 there, 8 now\)"):
+    with pytest.raises(ConfigError, match=r"data.batch_size \(16 in that run, 8 in this command\)"):
         smaller = dataclasses.replace(cfg.data, batch_size=8)
         at(copy, dataclasses.replace(cfg, data=smaller, train=dataclasses.replace(cfg.train, grad_accum=2)))
 

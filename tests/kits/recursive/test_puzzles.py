@@ -538,8 +538,8 @@ def test_the_rows_of_a_file_are_known_by_its_content(cache: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("lines", "header", "says"),
     [
-        (["{q},{a}", "{q}.,{a}"], "question,answer", ":3: its question has 17 cells, the first line has 16"),
-        (["{q},{a}", "{q},{a}1"], "question,answer", ":3: its answer has 17 cells, the question has 16"),
+        (["{q},{a}", "{q}.,{a}"], "question,answer", ":3: the question has 17 cells, but the first line has 16"),
+        (["{q},{a}", "{q},{a}1"], "question,answer", ":3: the answer has 17 cells, but the question has 16"),
         (["{q},{a}", "", "{x}{q1},{a}"], "question,answer", ":4: its question has 'x' in cell 1; valid are . or 0 (empty)"),
         (["{q},{a}", "{q},15{a2}"], "question,answer", ":3: its answer has '5' in cell 2"),
         (["{q},{a}", "{q},1\u00e9{a2}"], "question,answer", ":3: its answer has '\u00e9' in cell 2"),
