@@ -52,10 +52,10 @@ DAMAGES = {
     "a missing file": (lambda c: data_file(c).unlink(), r"state/\S+ is missing"),
     "a missing part": (lambda c: shutil.rmtree(c / "values"), r"values/\S+ is missing"),
     "another file": (lambda c: (c / "state" / "more").touch(), "unexpected file state/more"),
-    "no manifest": (lambda c: (c / manifest.FILE).unlink(), "its manifest is missing"),
-    "half a manifest": (lambda c: (c / manifest.FILE).write_text('{"version": 1, "fi'), "its manifest is damaged"),
+    "no manifest": (lambda c: (c / manifest.FILE).unlink(), "the manifest is missing"),
+    "half a manifest": (lambda c: (c / manifest.FILE).write_text('{"version": 1, "fi'), "the manifest is damaged"),
     "a manifest of another form": (lambda c: (c / manifest.FILE).write_text('{"version": 9}'), "the manifest has version 9"),
-    "an empty folder": (lambda c: (shutil.rmtree(c), c.mkdir()), "its manifest is missing"),
+    "an empty folder": (lambda c: (shutil.rmtree(c), c.mkdir()), "the manifest is missing"),
 }
 
 
