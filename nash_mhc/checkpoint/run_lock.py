@@ -198,10 +198,10 @@ class _Lease(Owner):
                 if record.get("id") == seen.get("id"):
                     wait.pause(_describe(record))  # renewed since the last look: alive
                 else:
-                    log.info(f"{self._folder}: held by {_describe(record)}; checking whether it is still alive ...")
+                    log.info(f"{self._folder}: locked by {_describe(record)}; checking whether that run is still alive ...")
                 seen, since = record, time.monotonic()
             elif time.monotonic() - since > EXPIRED_S:
-                log.warning(f"{self._folder}: {_describe(record)} has been silent for {EXPIRED_S:.0f} s; taking over")
+                log.warning(f"{self._folder}: {_describe(record)} has not renewed its lock for {EXPIRED_S:.0f} s; taking over")
                 self._remove(record)
             time.sleep(min(1.0, RENEW_S / 10))
 

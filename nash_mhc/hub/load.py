@@ -231,7 +231,7 @@ def default_step(run: RunFolder, store: Store) -> int | None:
         if (problem := manifest.problem(run.checkpoints / str(best))) is None:
             store.verified.add(best)
             return best
-        log.warning(f"skipping the best checkpoint, {best}: damaged, {problem}")
+        log.warning(f"skipping the best checkpoint, {best}, because it is damaged ({problem})")
     return store.latest_complete()
 
 

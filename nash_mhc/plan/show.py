@@ -104,7 +104,7 @@ def show(machine: Machine, rows: Sequence[dict[str, Any]], *, parameters: int, t
         f"{chip.links_gbps:.3g} GB/s" + (f"; ${price:,.2f} per hour" if price is not None else "; no list price")
     )
     console.print(
-        f"{short(parameters)} parameters; best of {count} layouts; all figures are estimates, times within {ERROR:.0%}\n"
+        f"{short(parameters)} parameters; best of {count} layouts; all values are estimates, times within {ERROR:.0%}\n"
     )
     console.print(table(rows, tokens=tokens))
     if rows and tokens and rows[0]["fits"] != "no":

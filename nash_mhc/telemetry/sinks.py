@@ -301,9 +301,11 @@ class Telemetry:
                 failure = failure or (sink.name, error)
         if failure and not self._failing:
             name, fault = failure
-            log.warning(f"{name} could not be written ({reason(fault)}, {self._folder}); its rows wait, training continues")
+            log.warning(
+                f"{name} could not be written ({reason(fault)}, {self._folder}); buffering its rows, training continues"
+            )
         elif self._failing and not failure:
-            log.info(f"metrics are written to {self._folder} again, including the rows that waited")
+            log.info(f"metrics are written to {self._folder} again, including the buffered rows")
         self._failing = failure is not None
 
     def close(self) -> None:

@@ -128,7 +128,7 @@ def profile_callback(
         return []
     first, last, total = *steps, train.total_steps
     if not step < first <= total:
-        log.warning(f"--profile {first}:{last}: nothing to profile, because this start takes steps {step + 1} to {total}")
+        log.warning(f"--profile {first}:{last}: nothing to profile, because this run trains steps {step + 1} to {total}")
         return []
     if (every := train.eval_interval) and (first - 1) // every != (last - 1) // every:
         log.warning(f"--profile {first}:{last}: the profile will include an evaluation")

@@ -188,7 +188,7 @@ class Trainer:
                 if self.step >= cfg.train.total_steps or self.out_of_patience:
                     longer = "--total-steps" if cfg.train.epochs is None else "--epochs"
                     flag = "--patience" if self.out_of_patience else longer
-                    log.info(f"all {self.step} steps are done already; raise {flag} to train further")
+                    log.info(f"all {self.step} steps are already done; raise {flag} to continue")
                     self.evaluate(write_row=not start.own or self.repeats_evaluation)
                 else:
                     if self.step == 0:

@@ -65,7 +65,7 @@ def test_a_run_whose_directory_vanishes_ends_like_an_undisturbed_one(unbroken, t
     assert "metrics.jsonl could not be written (the folder has vanished" in out
     assert f"checkpoint 4 could not be written (Not a directory, {folder / 'checkpoints'}); training continues, retry" in out
     assert f"{folder}: recreated checkpoints, run.json, parameters.txt, which had vanished, without the earlier" in out
-    assert f"metrics are written to {folder} again, including the rows that waited" in out
+    assert f"metrics are written to {folder} again, including the buffered rows" in out
     assert "saved checkpoint 5 after 1 failed attempt" in out  # after the next step, not at the next interval
     assert manifest.saved_steps(folder / "checkpoints") == [5, 6]
     written = rows(folder)
@@ -117,11 +117,11 @@ def test_rows_wait_while_the_disk_is_full(tmp_path, messages):
         telemetry.write(step, {"loss": 1.0})
     telemetry.write(3, {"eval/loss": 1.0}, file="eval.jsonl")
     assert messages == [
-        f"metrics.jsonl could not be written (No space left on device, {tmp_path}); its rows wait, training continues"
+        f"metrics.jsonl could not be written (No space left on device, {tmp_path}); buffering its rows, training continues"
     ]
     (tmp_path / "kept").replace(tmp_path / "metrics.jsonl")
     telemetry.write(4, {"loss": 1.0})
-    assert messages[1:] == [f"metrics are written to {tmp_path} again, including the rows that waited"]
+    assert messages[1:] == [f"metrics are written to {tmp_path} again, including the buffered rows"]
     telemetry.close()
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
     assert len(messages) == 2

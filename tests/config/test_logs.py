@@ -123,7 +123,7 @@ def test_the_level_is_no_setting_of_the_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train", str(tmp_path)])
     assert train_command.main() == 0
     out = capsys.readouterr().out
-    assert "all 1 steps are done already" in out
+    assert "all 1 steps are already done" in out
     assert "settings changed" not in out
 
 

@@ -126,7 +126,7 @@ def test_a_finished_run_takes_no_step_and_says_so(unbroken, capsys):
     )
     assert int(again.state.step) == 6
     assert [(unbroken.folder / name).read_text() for name in ("metrics.jsonl", "eval.jsonl")] == before
-    assert "all 6 steps are done already; raise --total-steps" in capsys.readouterr().out
+    assert "all 6 steps are already done; raise --total-steps" in capsys.readouterr().out
 
 
 def test_another_model_in_a_used_folder_is_refused_by_name(unbroken):

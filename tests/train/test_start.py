@@ -123,7 +123,7 @@ def test_a_start_says_what_it_trains_on_and_records_what_continues_it(trained, t
     folder = shutil.copytree(trained, tmp_path / "run")
     monkeypatch.setenv("TPU_NUM_DEVICES", "4")
     code, out = typed(monkeypatch, capsys, folder)
-    assert code == 0 and "all 6 steps are done already" in out
+    assert code == 0 and "all 6 steps are already done" in out
     assert "TPU_NUM_DEVICES=4 is ignored; use --num-devices 4" in out
     assert "\ndata: stories (" in out and "; tokenizer bytes, 257 tokens\n" in out
     assert "\nbatch: 8 sequences/step of 32 tokens, 256 tokens/step; 1 microbatch, 8 sequences per device\n" in out

@@ -266,7 +266,7 @@ def _read_pool(path: Path, kind: Kind) -> Pool | None:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); remove it, or choose another --cache-dir") from error
     digest, body = content[:32], content[32:]
     if hashlib.sha256(body).digest() != digest:
-        log.warning(f"{path}: is damaged; making the puzzles of {kind.name} again")
+        log.warning(f"{path}: damaged; generating the puzzles of {kind.name} again")
         return None
     file = io.BytesIO(body)
     arrays = [np.load(file, allow_pickle=False) for _ in range(2 * len(_DTYPES))]
