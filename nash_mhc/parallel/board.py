@@ -173,9 +173,9 @@ def from_leader(make: Callable[[], T]) -> T:
 
 def leader_first(make: Callable[[], T]) -> T:
     """Call `make` in process 0, then in the others, which find the files that it left on a shared disk."""
-    made: list[T] = []
-    from_leader(lambda: made.append(make()))
-    return made[0] if made else make()
+    results: list[T] = []
+    from_leader(lambda: results.append(make()))
+    return results[0] if results else make()
 
 
 def any_process(mine: bool) -> bool:

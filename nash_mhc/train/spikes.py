@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-KEPT = 64  # recent steps that a new one is compared with
+WINDOW = 64  # recent steps that a new one is compared with
 MEASURES = {"objective": "training objective", "grad_norm": "gradient norm"}  # name in the metrics -> name in messages
 _NORMAL = 1.4826  # a normal distribution's standard deviation in units of its median absolute deviation
 # Smallest spread as a share of the median: if values hardly vary, a tiny increase is no spike. Gradient norms have a
@@ -25,11 +25,11 @@ class Recent(eqx.Module):
 
     @staticmethod
     def empty() -> Recent:
-        return Recent(jnp.zeros((len(MEASURES), KEPT)), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+        return Recent(jnp.zeros((len(MEASURES), WINDOW)), jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
 
 def _median(values_MN: Float[Array, "M N"]) -> Float[Array, " M"]:
-    ordered_MN, half = jnp.sort(values_MN, axis=1), KEPT // 2
+    ordered_MN, half = jnp.sort(values_MN, axis=1), WINDOW // 2
     return (ordered_MN[:, half - 1] + ordered_MN[:, half]) / 2
 
 
@@ -43,7 +43,7 @@ def scores(recent: Recent, values_M: Float[Array, " M"]) -> Float[Array, " M"]:
     spread_M = _NORMAL * _median(jnp.abs(recent.values_MN - median_M[:, None]))
     least_M = jnp.array([_MIN_SPREAD[name] for name in MEASURES]) * jnp.abs(median_M)
     spread_M = jnp.maximum(spread_M, least_M) + 1e-6  # for values that are all 0
-    usable = jnp.isfinite(values_M).all() & (recent.count >= KEPT)
+    usable = jnp.isfinite(values_M).all() & (recent.count >= WINDOW)
     return jnp.where(usable, jnp.maximum((values_M - median_M) / spread_M, 0.0), 0.0)
 
 
@@ -54,7 +54,7 @@ def remember(recent: Recent, values_M: Float[Array, " M"], spike: Bool[Array, ""
     within half a ring; without them, every later step would count as a spike.
     """
     finite = jnp.isfinite(values_M).all()
-    values_MN = recent.values_MN.at[:, recent.count % KEPT].set(values_M)
+    values_MN = recent.values_MN.at[:, recent.count % WINDOW].set(values_M)
     return Recent(jnp.where(finite, values_MN, recent.values_MN), recent.count + finite, recent.spikes + spike)
 
 

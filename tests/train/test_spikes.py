@@ -15,7 +15,7 @@ from runs import RUN, assert_equal_states, at, rows
 from nash_mhc.config import ConfigError
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.train import run, spikes
-from nash_mhc.train.spikes import KEPT, Recent, remember, scores
+from nash_mhc.train.spikes import WINDOW, Recent, remember, scores
 
 
 def ring(values):
@@ -32,39 +32,39 @@ def usual(count, seed=0):
 
 
 def test_the_score_is_the_robust_z_score_of_a_full_ring():
-    history = usual(KEPT + 5)
-    last = history[-KEPT:].astype(np.float64)
+    history = usual(WINDOW + 5)
+    last = history[-WINDOW:].astype(np.float64)
     median = np.median(last, axis=0)
     spread = 1.4826 * np.median(np.abs(last - median), axis=0)
     value = np.array([4.2, 9.0], np.float32)
     np.testing.assert_allclose(scores(ring(history), jnp.asarray(value)), (value - median) / spread, rtol=1e-4)
     # Only upwards, only once the ring is full, and not for NaN.
     np.testing.assert_array_equal(scores(ring(history), jnp.asarray([1.0, 0.1])), 0)
-    np.testing.assert_array_equal(scores(ring(history[: KEPT - 1]), jnp.asarray([99.0, 99.0])), 0)
+    np.testing.assert_array_equal(scores(ring(history[: WINDOW - 1]), jnp.asarray([99.0, 99.0])), 0)
     np.testing.assert_array_equal(scores(ring(history), jnp.asarray([np.nan, 99.0])), 0)
 
 
 def test_values_that_hardly_vary_need_more_than_a_hair_to_spike():
-    still = ring([(3.0, 0.4)] * KEPT)
+    still = ring([(3.0, 0.4)] * WINDOW)
     np.testing.assert_allclose(scores(still, jnp.asarray([3.03, 0.6])), [0.5, 2.0], rtol=1e-3)  # spreads of at least 2% and 25%
-    assert np.isfinite(scores(ring([(0.0, 0.0)] * KEPT), jnp.asarray([3.0, 1.0]))).all()
+    assert np.isfinite(scores(ring([(0.0, 0.0)] * WINDOW), jnp.asarray([3.0, 1.0]))).all()
 
 
 def test_a_few_spikes_do_not_hide_the_next_and_a_new_level_becomes_usual():
-    calm, high = usual(KEPT), usual(KEPT, seed=1) * 4
+    calm, high = usual(WINDOW), usual(WINDOW, seed=1) * 4
     limit = RUN.train.spike_score
     assert max(scores(ring([*calm, *high[:10]]), jnp.asarray(high[10]))) > limit
-    assert max(scores(ring([*calm, *high[: KEPT // 2 + 1]]), jnp.asarray(high[KEPT // 2 + 1]))) < limit
+    assert max(scores(ring([*calm, *high[: WINDOW // 2 + 1]]), jnp.asarray(high[WINDOW // 2 + 1]))) < limit
     ignored = dataclasses.replace(RUN, train=dataclasses.replace(RUN.train, on_spike="ignore"))
     assert Hyperparameters.of(ignored.optim, ignored.train).spike_score == np.inf
 
 
-# --- the step: KEPT ordinary batches fill the ring, then a batch in which only one token counts is a spike ---
+# --- the step: WINDOW ordinary batches fill the ring, then a batch in which only one token counts is a spike ---
 
 # Short sequences: these tests need many batches.
 SKIP = small.config(train__on_spike="skip", train__total_steps=99, optim__ema_decay=0.5, optim__learning_rate=5e-6)
-AT = KEPT + 1  # batches before the spike
-EARLY = KEPT - 2  # batches before the ring is full; one run takes these steps for all tests
+AT = WINDOW + 1  # batches before the spike
+EARLY = WINDOW - 2  # batches before the ring is full; one run takes these steps for all tests
 
 
 def lone(batch):
@@ -108,7 +108,7 @@ def test_a_skipped_spike_leaves_the_run_as_if_it_had_not_been_but_in_the_ring(sk
     assert [row["spike"] for row in history] == [row["skipped"] for row in history] == [0] * AT + [1, 0, 0]
     assert [row["spikes"] for row in history] == [0] * AT + [1, 1, 1]
     assert history[AT]["spike_score/grad_norm"] > 30
-    assert all(row["spike_score/objective"] == 0 for row in history[:KEPT])
+    assert all(row["spike_score/objective"] == 0 for row in history[:WINDOW])
     assert step.traces <= 1
     without, _, _ = small.train(SKIP, ordinary[AT:], calm[0])
     assert_equal_states(eqx.tree_at(lambda s: s.recent, state, without.recent), without, rtol=0, atol=0)
@@ -134,7 +134,7 @@ def test_eight_devices_judge_as_one_does(ordinary, spiked, early, skipping):
         for name in spikes.MEASURES:
             np.testing.assert_allclose(a[f"spike_score/{name}"], b[f"spike_score/{name}"], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(state.recent.values_MN, skipping[0].recent.values_MN, rtol=1e-4)
-    assert state.recent.values_MN.shape == (2, KEPT)
+    assert state.recent.values_MN.shape == (2, WINDOW)
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
