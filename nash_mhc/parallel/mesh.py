@@ -98,21 +98,6 @@ def _proposed(cfg: MeshConfig, in_use: int, fits: Fits) -> str:
     return "" if shape is None else f"; try {as_flags(shape, cfg.num_devices or 0)}"
 
 
-def _fill(cfg: MeshConfig, count: int, fits: Fits) -> tuple[int, ...]:
-    """Return the mesh shape with -1 replaced by the remaining factor of `count` devices."""
-    sizes = list(cfg.axes.values())
-    if -1 in sizes:
-        fixed = math.prod(s for s in sizes if s != -1)
-        if count % fixed:
-            proposed = _proposed(cfg, count, fits)
-            raise ConfigError(
-                f"mesh {cfg}: {fixed} does not divide the {count} devices in use, so the axis set to -1 cannot be "
-                f"inferred{proposed}"
-            )
-        sizes[sizes.index(-1)] = count // fixed
-    return tuple(sizes)
-
-
 def mesh_shape(cfg: MeshConfig, platform: str, available: int, fits: Fits = lambda _: True) -> tuple[int, ...]:
     """Return the mesh shape for `available` devices of this platform; raise ConfigError if they cannot form it.
 
@@ -123,10 +108,19 @@ def mesh_shape(cfg: MeshConfig, platform: str, available: int, fits: Fits = lamb
         raise ConfigError(f"--num-devices {cfg.num_devices}: only {available} {platform} device(s) are available{proposed}")
     # A CPU emulates any number of devices, so the mesh says how many are in use. The default mesh uses one device
     # everywhere, and `describe` mentions the idle ones.
-    sizes = cfg.axes.values()
+    sizes = list(cfg.axes.values())
     by_mesh = (platform == "cpu" and -1 not in sizes) or set(sizes) == {1}
     in_use = cfg.num_devices or (math.prod(sizes) if by_mesh else available)
-    shape = _fill(cfg, in_use, fits)
+    if -1 in sizes:
+        fixed = math.prod(size for size in sizes if size != -1)
+        if in_use % fixed:
+            proposed = _proposed(cfg, in_use, fits)
+            raise ConfigError(
+                f"mesh {cfg}: {fixed} does not divide the {in_use} devices in use, so the axis set to -1 cannot be "
+                f"inferred{proposed}"
+            )
+        sizes[sizes.index(-1)] = in_use // fixed
+    shape = tuple(sizes)
     need = math.prod(shape)
     if need != in_use:
         own = dict(zip(cfg.axes, shape, strict=True))
