@@ -99,20 +99,14 @@ def find_place(cfg: MeshConfig, env: Mapping[str, str]) -> Place | None:
     return next((found for launcher in launchers if (found := launcher(env)) is not None), None)
 
 
-# Variables that other frameworks read: (meaning, field, flag).
-_UNREAD = {
-    "TPU_NUM_DEVICES": ("the number of devices", "num_devices", "--num-devices"),
-    "USE_TPU": ("the platform", "platform", "--platform"),
-}
-
-
 def unread_variables(cfg: MeshConfig, env: Mapping[str, str]) -> list[str]:
-    """Return a line for each variable that is set but ignored, with the flag to use, unless the flag is given."""
+    """Return a line for each variable of other frameworks that is ignored, with the flag to use, unless it is given."""
     lines = []
-    for name, (meaning, field, flag) in _UNREAD.items():
-        if env.get(name) and getattr(cfg, field) == getattr(MeshConfig(), field):
-            value = env[name] if field == "num_devices" else ("cpu" if env[name].lower() in ("0", "false", "no") else "tpu")
-            lines.append(f"{name}={env[name]} is ignored; use {flag} {value} to set {meaning}")
+    if (count := env.get("TPU_NUM_DEVICES")) and cfg.num_devices == MeshConfig().num_devices:
+        lines.append(f"TPU_NUM_DEVICES={count} is ignored; use --num-devices {count} to set the number of devices")
+    if (uses_tpu := env.get("USE_TPU")) and cfg.platform == MeshConfig().platform:
+        platform = "cpu" if uses_tpu.lower() in ("0", "false", "no") else "tpu"
+        lines.append(f"USE_TPU={uses_tpu} is ignored; use --platform {platform} to set the platform")
     return lines
 
 
