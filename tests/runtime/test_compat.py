@@ -193,7 +193,7 @@ def test_a_corpus_needs_a_package_index(without, monkeypatch):
 
 
 def test_lm_eval_is_quiet_without_the_replaced_names(monkeypatch, capsys):
-    evaluator = pytest.importorskip("lm_eval.evaluator")
+    evaluator = pytest.importorskip("lm_eval.evaluator", reason="lm-eval is not installed: pip install 'nash_mhc[eval]'")
     from tqdm.std import tqdm
 
     monkeypatch.delattr(evaluator, "add_env_info", raising=False)

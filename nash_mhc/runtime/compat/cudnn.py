@@ -10,7 +10,9 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir
 
-SEEN = ("0.10.2", "0.11.2")  # of jax
+SEEN = ("0.10.2", "0.11.2", "0.12.0")  # of jax
+# From 0.12 on, the primitives require a function of the scores.
+_NO_FUNCTION = {"score_mod_name": None, "score_mod_jaxpr": None} if jax.__version_info__ >= (0, 12) else {}
 
 
 def fused() -> Any:
@@ -37,11 +39,11 @@ def walks_documents() -> bool:
 
 
 def forward(*operands: Any, **settings: Any) -> Any:
-    return fused()._dot_product_attention_fwd_p.bind(*operands, **settings)
+    return fused()._dot_product_attention_fwd_p.bind(*operands, **settings, **_NO_FUNCTION)
 
 
 def backward(*operands: Any, **settings: Any) -> Any:
-    return fused()._dot_product_attention_bwd_p.bind(*operands, **settings)
+    return fused()._dot_product_attention_bwd_p.bind(*operands, **settings, **_NO_FUNCTION)
 
 
 def number_backward_passes(module: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-SEEN = ("0.10.2", "0.11.2")
+SEEN = ("0.10.2", "0.11.2", "0.12.0")
 _SHARE = 10  # a program may use at most 1/10 of the free space
 
 
