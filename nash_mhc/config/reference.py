@@ -20,22 +20,22 @@ OPTIONAL = " and ".join(
 _BEGINNING = f"""\
 # Configuration
 
-Every key of a run. This page is made from the declarations in `config/` (schema.py, sections.py, model.py); do not edit it:
+This page lists every key of a run. It is generated from the declarations in `config/`; do not edit it:
 
 ```
 {COMMAND}
 ```
 
-A key can be set in three ways. Settings apply from left to right, and the last one wins:
+Set a key in one of three ways. If it is set more than once, the last setting on the command line wins:
 
 ```
 python -m nash_mhc.train --batch-size 32                  # a flag
-python -m nash_mhc.train data.batch_size=32               # its key; batch_size=32 is enough
+python -m nash_mhc.train data.batch_size=32               # the key; batch_size=32 also works
 python -m nash_mhc.train --config run.yaml                # a file, see below
-python -m nash_mhc.train --model-size small --print-config   # prints every key, its value and where it came from
+python -m nash_mhc.train --model-size small --print-config   # print every key, its value and its origin
 ```
 
-What `--print-config` prints is such a file. Sections are nested, and keys that are left out keep their defaults:
+`--print-config` prints such a file. Sections are nested; keys that are missing have their defaults:
 
 ```yaml
 model_size: small
@@ -45,13 +45,13 @@ optim:
   learning_rate: 2e-3
 ```
 
-For all keys:
+Rules for all keys:
 
-- A key that is true or false has a flag to switch it off as well: `--no-deterministic`.
-- `none` is for a key that may have no value: those with that default, and {OPTIONAL}.
-- Counts may be written as `1e4`, flags with underscores (`--batch_size`).
-- A misspelt flag or key, or a value out of range, ends the command with one line and exit code 2.
-- Defaults are those of `--model-size {RunConfig.model_size}`. [The other sizes](#what-other-sizes-change) change some.
+- A boolean key also has a flag that sets it to false: `--no-deterministic`.
+- `none` unsets a key. Keys with the default `none`, and {OPTIONAL}, may be unset.
+- Integers may be written as `1e4`, and flags with underscores (`--batch_size`).
+- An unknown flag or key, or a value out of range, ends the command with one line and exit code 2.
+- Defaults are those of `--model-size {RunConfig.model_size}`. For other sizes, see [below](#defaults-of-other-sizes).
 """
 
 
@@ -99,14 +99,16 @@ def _other_sizes() -> str:
         if key.path != "model_size" and len({_value(key.of(values)) for values in sizes.values()}) > 1
     ]
     rows = [(f"`{key.path}`", *(f"`{_value(key.of(values))}`" for values in sizes.values())) for key in differing]
-    note = "`model.vocab_size` follows the tokenizer where one is named; [presets.md](presets.md) has the parameter counts."
-    return f"## What other sizes change\n\n{_table(('key', *sizes), rows)}\n\n{note}\n"
+    note = (
+        "With `--tokenizer`, `model.vocab_size` is that of the tokenizer. For parameter counts, see [presets.md](presets.md)."
+    )
+    return f"## Defaults of other sizes\n\n{_table(('key', *sizes), rows)}\n\n{note}\n"
 
 
 def _other_kinds() -> list[str]:
     """Return one section of model keys per other kind of model."""
     kinds = [kind for kind in ARCHITECTURES if kind != OURS]
-    about = "Keys under `model` where `--model-kind {0}` is given, instead of those above.\nSizes: {1}.\n\n"
+    about = "Keys of `model` with `--model-kind {0}`, instead of those above.\nSizes: {1}.\n\n"
     return [
         _section(
             "model", f"Model kind {kind}", about.format(kind, ", ".join(f"`{size}`" for size in presets.sizes(kind))), kind

@@ -167,7 +167,7 @@ def test_the_tables_of_the_page_about_sharding_are_what_the_code_does() -> None:
         assert (split.get(("fsdp",), "-"), split.get(("tp",), "-")) == (over_fsdp, over_tp), name
     held = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for _, leaf in found)
     page = (ROOT / "docs" / "sharding.md").read_text()
-    assert f"Each device holds {held:,} of the {sum(leaf.size for _, leaf in found):,} numbers" in page
+    assert f"{held:,} of the {sum(leaf.size for _, leaf in found):,} parameters" in page
     rules = {
         axis: tuple(over.split(" x "))
         for what, over in table("sharding.md", "axis of an array")
