@@ -272,7 +272,7 @@ def parse(
     """
     parser = OneLineParser(add_help=False, allow_abbrev=False, usage=argparse.SUPPRESS)
     if own is not None:
-        own(parser.add_argument_group("this command"))
+        own(parser.add_argument_group("flags of this command"))
     if asked := [at for at, word in enumerate(argv) if word in ("-h", "--help")]:
         kind = _kind(argv)
         section = argv[asked[0] + 1 : asked[0] + 2]

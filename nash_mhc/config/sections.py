@@ -18,7 +18,8 @@ class DataConfig(Section):
 
     dataset: str = key(
         "stories",
-        "stories (built in), a prepared folder, text, .jsonl or .parquet files (.gz, .zst), a folder or glob of "
+        "data to train on: stories (built in), a prepared folder, text, .jsonl or .parquet files (.gz, .zst), a folder or "
+        "glob of "
         "them, or a Hugging Face dataset; repeat with weights (a:0.7) for a mixture",
         seam="sources",
         weighted=True,
@@ -59,7 +60,9 @@ class DataConfig(Section):
         None, "existing split for the test at the end (none: `test`, if --test-fraction is set)", further="tuning"
     )
     max_documents: int | None = key(None, "read at most this many documents (none: all)", low=1)
-    tokenizer: str = key("bytes", "bytes (built in), a tokenizer.json, a folder with one, or a Hugging Face name", path=True)
+    tokenizer: str = key(
+        "bytes", "tokenizer: bytes (built in), a tokenizer.json, a folder with one, or a Hugging Face name", path=True
+    )
     begin_with_end: bool = key(
         True,
         "start each document with the end-of-text token if the tokenizer adds no begin token; false for tokenizers of "
@@ -116,7 +119,9 @@ class MeshConfig(Section):
         flag="num-devices",
     )  # fmt: skip
     platform: str = key(
-        "auto", "tpu, gpu, cpu, or several in order of preference, such as tpu,cpu; auto: tpu,gpu,cpu", flag="platform"
+        "auto",
+        "device type: tpu, gpu, cpu, or several in order of preference, such as tpu,cpu; auto: tpu,gpu,cpu",
+        flag="platform",
     )
     profile_for: str | None = key(
         None,
@@ -183,7 +188,7 @@ class OptimConfig(Section):
     min_lr_ratio: float = key(0.05, "final learning rate as a fraction of the peak", low=0, high=1)
     warmup_steps: int = key(25, "steps of linear warm-up", low=0)
     optimizer: str = key(
-        "adamw", "adamw, muon (Muon for matrices, AdamW for the rest), or a registered optimizer", seam="optimizers"
+        "adamw", "optimizer: adamw, muon (Muon for matrices, AdamW for the rest), or a registered one", seam="optimizers"
     )
     freeze: str | None = key(
         None, "parameters not to train: comma-separated names from parameters.txt, or prefixes of them; * matches anything"
@@ -282,7 +287,7 @@ class TrainConfig(Section):
     )
     init_from: str | None = key(
         None,
-        "run directory or Hugging Face folder with the initial weights; without --dataset, that run's data is used as well",
+        "run directory or Hugging Face folder with the initial weights; without --dataset, the data of that run is used, too",
         path=True,
         remote=True,
     )
