@@ -1,4 +1,4 @@
-"""`bench data` and `bench telemetry`: what the input and the metrics of a run cost.
+"""`bench data` and `bench telemetry`: the cost of the input and of the metrics of a run.
 
 The text of `bench data` is synthetic: random words with Zipf frequencies, in documents of very different lengths.
 """

@@ -107,7 +107,7 @@ class _Progress:
 
 @dataclass
 class Setting:
-    """What all variants share."""
+    """The settings that all variants share."""
 
     tokenizer: Tokenizer
     mesh: Mesh

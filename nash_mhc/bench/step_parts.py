@@ -1,4 +1,4 @@
-"""The parts of a training step, each with its arrays: what `bench parts` times one by one.
+"""The parts of a training step, each with its arrays, which `bench parts` times one by one.
 
 The parts are the model's own classes, called in isolation. One layer of each kind is run, from the tokens to the loss.
 """

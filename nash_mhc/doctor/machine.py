@@ -64,7 +64,7 @@ def is_installed(module: str) -> bool:
 
 
 def _installed_versions() -> dict[str, str]:
-    """Return package -> version. Of two copies, the first is the one that is imported."""
+    """Return package -> version. The first of two copies counts, because it is imported."""
     versions: dict[str, str] = {}
     for package in metadata.distributions():
         if name := package.metadata["Name"]:  # a half removed package has none

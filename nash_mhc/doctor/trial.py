@@ -1,4 +1,4 @@
-"""What child processes try: import the packages, compute on all devices, write to the storage, train and restore."""
+"""Trials of child processes: import the packages, compute on all devices, write to the storage, train and restore."""
 
 from __future__ import annotations
 

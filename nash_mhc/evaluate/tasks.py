@@ -1,4 +1,4 @@
-"""What --tasks may name: built-in evaluations, and tasks of lm-evaluation-harness by name or file."""
+"""The names of --tasks: built-in evaluations, and tasks of lm-evaluation-harness by name or file."""
 
 from __future__ import annotations
 
