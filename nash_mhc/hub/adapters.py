@@ -22,13 +22,12 @@ from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConf
 from nash_mhc.hub.adapter_config import FILE, REMEDY, AdapterConfig, read_adapter_config
 from nash_mhc.hub.config_json import shown
 from nash_mhc.hub.load import Loaded, ModelFormat, config_of, find_record, model_shape, on_devices, read_record, stop_tokens
-from nash_mhc.hub.tensors import DTYPES, projections
+from nash_mhc.hub.tensors import DTYPES, load_tensors, projections, save_tensors
 from nash_mhc.hub.writing import write_run
 from nash_mhc.model.architectures import abstract_model, count_parameters
 from nash_mhc.model.lora import adapters_of, alpha_of, base_of, factor_of, on_base
 from nash_mhc.model.weights import PROJECTIONS
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.storage.errors import reason
 from nash_mhc.storage.files import read_json
 from nash_mhc.storage.folders import check_is_new, new_folder
 
@@ -55,8 +54,6 @@ def export_adapters(loaded: Loaded, out: Path, base: str, dtypes: Mapping[str, s
 
     `base`: the model the adapters belong to. `dtypes`: tensor -> dtype it was imported from, if not float32.
     """
-    from safetensors.numpy import save_file
-
     cfg, lora = loaded.config.model, loaded.config.lora
     assert isinstance(cfg, ModelConfig)
     modules = projections(cfg)
@@ -92,8 +89,7 @@ def export_adapters(loaded: Loaded, out: Path, base: str, dtypes: Mapping[str, s
     }
     with new_folder(out) as part:
         cast = {name: _in_dtype(array, dtypes.get(name)) for name, array in tensors.items()}
-        save_file(cast, part / WEIGHTS, metadata={"format": "pt"})
-        (part / WEIGHTS).chmod(0o644)  # safetensors creates it readable by the owner only
+        save_tensors(cast, part / WEIGHTS, {"format": "pt"})
         (part / FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return sorted(out.iterdir())
 
@@ -177,15 +173,9 @@ FORMAT = ModelFormat(
 
 
 def _read(file: Path) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load_file
-
     if not file.is_file():
         raise ConfigError(f"{file.parent}: has no {file.name}; save the adapters with safe_serialization")
-    try:
-        found: dict[str, np.ndarray] = load_file(file)
-    except Exception as error:
-        cause = reason(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{file}: cannot be read ({cause})") from None
+    found = load_tensors(file)
     for name, array in found.items():
         if array.dtype not in DTYPES.values():
             raise ConfigError(f"{file}: {name} is {array.dtype}; save it as float32, float16 or bfloat16")

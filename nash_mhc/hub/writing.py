@@ -21,7 +21,7 @@ from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, prefix_
 from nash_mhc.hub.config_json import CODE, family_config, family_of, is_tied, nash_config, read_config
 from nash_mhc.hub.folder import CONFIG, GENERATION, INDEX, RUN_COPY, WEIGHTS, companions, companions_for_run, tensor_dtypes
 from nash_mhc.hub.load import Loaded, load
-from nash_mhc.hub.tensors import DTYPES, EMBEDDING, OUTPUT, cast, export_tensors, tensors
+from nash_mhc.hub.tensors import DTYPES, EMBEDDING, OUTPUT, cast, export_tensors, save_tensors, tensors
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.weights import has_derived, materialized
 from nash_mhc.parallel.params import named_leaves
@@ -73,16 +73,13 @@ def named_tensors(loaded: Loaded, *, write_tied_twice: bool = False) -> Iterator
 
 def _write_weights(arrays: Iterator[tuple[str, np.ndarray]], folder: Path, shard_bytes: int) -> None:
     """Write files of at most `shard_bytes` (tensors are not split), and an index if there are several."""
-    from safetensors.numpy import save_file
-
     shards: list[list[str]] = []
     pending: dict[str, np.ndarray] = {}
     total = size = 0
 
     def write() -> None:
         log.info(f"writing {size / 1e6:,.0f} MB ...")
-        save_file(pending, folder / f"{len(shards)}.part", metadata={"format": "pt"})
-        (folder / f"{len(shards)}.part").chmod(0o644)  # safetensors creates it readable by the owner only
+        save_tensors(pending, folder / f"{len(shards)}.part", {"format": "pt"})
         shards.append(list(pending))
         pending.clear()
 

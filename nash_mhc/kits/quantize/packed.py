@@ -25,7 +25,7 @@ from nash_mhc.config.commands import OneLineParser, local_path, module_command, 
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer
 from nash_mhc.hub.load import Loaded, ModelFormat, base_record, format_of, load, model_shape, on_devices, read_record
-from nash_mhc.hub.tensors import cast
+from nash_mhc.hub.tensors import cast, load_tensors, save_tensors
 from nash_mhc.kits.quantize import ops
 from nash_mhc.kits.quantize.settings import QuantizeConfig
 from nash_mhc.kits.quantize.weights import Exported, Quantized, is_quantized
@@ -93,8 +93,6 @@ def load_quantized(folder: str, step: int | None = None) -> Loaded:
 
 def write_packed(loaded: Loaded, out: Path, dtype: str = "float32") -> list[Size]:
     """Write a model with quantized weights. An interrupted write leaves no folder."""
-    from safetensors.numpy import save_file
-
     tensors: dict[str, np.ndarray] = {}
     weights: dict[str, dict[str, Any]] = {}
     sizes: dict[str, Size] = {}
@@ -121,8 +119,7 @@ def write_packed(loaded: Loaded, out: Path, dtype: str = "float32") -> list[Size
         if isinstance(loaded.tokenizer, HuggingFaceTokenizer):
             loaded.tokenizer.save(part)
             values["data"]["tokenizer"] = "."
-        save_file(tensors, part / WEIGHTS)
-        (part / WEIGHTS).chmod(0o644)
+        save_tensors(tensors, part / WEIGHTS)
         about = {"version": _VERSION, "weights": weights, "config": values}
         (part / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return [sizes[kind] for kind in sorted(sizes)]
@@ -164,13 +161,8 @@ def read_config(folder: Path) -> RunConfig:
 
 def read_packed(folder: Path, like: Any) -> Any:
     """Return the model with the arrays that training computed with, in the shapes and shardings of `like`."""
-    from safetensors.numpy import load_file
-
     weights = _about(folder)["weights"]
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except Exception as error:  # safetensors defines no common base class
-        raise ConfigError(f"{folder / WEIGHTS}: cannot be read ({error}); {_REMEDY}") from None
+    tensors = load_tensors(folder / WEIGHTS, f"; {_REMEDY}")
     leaves = []
     for name, leaf in named_leaves(like).items():
         try:
