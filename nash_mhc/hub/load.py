@@ -46,7 +46,7 @@ class ModelFormat(NamedTuple):
     config: Callable[[Path], RunConfig]
     read: Callable[[Path, Any], Any]  # (folder, shapes with shardings) -> model
     check: Callable[[Path], object] = lambda path: None  # ConfigError if the weights do not match the configuration
-    stops: Callable[[Path], Sequence[int]] = lambda path: ()  # end-of-text tokens, beside the tokenizer's own
+    stops: Callable[[Path], Sequence[int]] = lambda path: ()  # end-of-text tokens, in addition to that of the tokenizer
     dtype: str | None = None  # compute dtype; None: that of the configuration
     is_hub: bool = False  # whether the folder has the companion files of a Hugging Face model
 
@@ -151,7 +151,7 @@ def tokenizer_of(folder: str) -> Tokenizer:
 
 
 def stop_tokens(folder: str) -> Sequence[int]:
-    """Return the end-of-text tokens of a model directory, beside the tokenizer's own."""
+    """Return the end-of-text tokens of a model directory, in addition to that of the tokenizer."""
     if (form := format_of(folder)) is not None:
         return form.stops(Path(folder))
     copy = _hub_copy(RunFolder(folder))
