@@ -254,7 +254,7 @@ WRONG = {
     "extra": (lambda held, torch: held.update(odd=torch.zeros(3)), 'without the tensor "odd"'),
     "misshapen": (
         lambda held, torch: held.update({DOWN: torch.zeros(48, 32)}),
-        f"{DOWN} has shape [48, 32], but config.json asks for [32, 48]",
+        f"{DOWN} has shape [48, 32], but config.json needs [32, 48]",
     ),
     "of whole numbers": (lambda held, torch: held.update({DOWN: held[DOWN].to(torch.int8)}), f"{DOWN} has dtype I8"),
 }

@@ -189,7 +189,7 @@ def test_a_run_starts_from_a_nash_mhc_export(exported):
     ({"rope_multipliers": 3}, "rope_multipliers"),
     ({"width": "64"}, "model.width"),
     ({"residual": ["mhc"]}, "model.residual"),
-    ({"streams": 3}, "config.json asks for"),
+    ({"streams": 3}, "config.json needs"),
     ({"scales": 1, "residual": "plain", "conv_taps": 0}, "not a Nash-MHC model"),
 ])  # fmt: skip
 def test_a_changed_nash_mhc_config_is_refused(change, said, exported, tmp_path):
