@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TextIO
 
 LEVELS = ("debug", "info", "warning", "error")
-HELP = "least severe messages to show"
+HELP = "minimum severity of the messages to show"
 _PACKAGE = logging.getLogger("nash_mhc")
 _shown: logging.Handler | None = None  # the handler that `configure` or `showing` has attached
 

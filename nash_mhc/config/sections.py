@@ -19,8 +19,7 @@ class DataConfig(Section):
     dataset: str = key(
         "stories",
         "data to train on: stories (built in), a prepared folder, text, .jsonl or .parquet files (.gz, .zst), a folder or "
-        "glob of "
-        "them, or a Hugging Face dataset; repeat with weights (a:0.7) for a mixture",
+        "glob of them, or a Hugging Face dataset; repeat with weights (a:0.7) for a mixture",
         seam="sources",
         weighted=True,
         path=True,
