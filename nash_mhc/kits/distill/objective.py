@@ -165,7 +165,7 @@ def _open_cache(request: OpenRequest, *, temperature: float) -> RowSource:
     folder = Path(cfg.dataset)
     read_teacher_json(folder)  # a folder without a cache is a clear error
     check_recipe(folder, cfg, tokenizer, align)
-    return CachedRows(folder, split, temperature, vocab_size=tokenizer.vocab_size, name=cfg.dataset)  # type: ignore[return-value]
+    return CachedRows(folder, split, temperature, vocab_size=tokenizer.vocab_size, name=cfg.dataset)
 
 
 _cached_shape = functools.lru_cache(8)(shape_of)

@@ -120,7 +120,8 @@ def _read(path: Path, size: int, modified_ns: int) -> _Content:
             watch(file.tell(), size, len(numbers))
     if kind is None:
         raise _no_puzzles(path)
-    return _Content(kind, *(np.concatenate(arrays) for arrays in zip(*parts, strict=True)), np.array(numbers))
+    cells, answers, classes = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return _Content(kind, cells, answers, classes, np.array(numbers))
 
 
 def _no_puzzles(path: Path) -> ConfigError:
