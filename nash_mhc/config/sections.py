@@ -271,7 +271,7 @@ class TrainConfig(Section):
     stall_timeout: float = key(
         600.0, "seconds without progress after which the run reports the stuck process and exits (0: never)", low=0
     )
-    keep_last: int = key(3, "number of latest checkpoints to retain, besides the best one by held-out loss", low=1)
+    keep_last: int = key(3, "number of latest checkpoints to retain, in addition to the best one by held-out loss", low=1)
     keep_every: int = key(0, "also retain checkpoints at multiples of this many steps (0: none)", low=0)
     resume: str = key(
         "auto",
