@@ -149,7 +149,7 @@ def test_the_batch_must_stay_and_the_grad_accum_that_keeps_it_is_named(trained):
         cfg = dataclasses.replace(cfg, optim=RUN.optim)
         with pytest.raises(ConfigError, match=rf"--batch-size {remedy[0]} --grad-accum {remedy[1]} ") as refused:
             check_resume(cfg, rows="stories-2")
-        assert "batch-size x grad-accum (8 there" in str(refused.value)
+        assert "batch-size x grad-accum (8 in that run" in str(refused.value)
 
 
 def test_a_folder_without_a_finished_checkpoint_is_no_other_run(trained, tmp_path):
