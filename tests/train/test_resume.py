@@ -276,7 +276,7 @@ def test_what_cannot_be_started_from_is_one_line(base, tmp_path):
     # Checked directly: a run would already have started to compile the step.
     mesh = small.make_mesh(RUN.mesh)
     with Store(tmp_path / "new") as store:
-        with pytest.raises(ConfigError, match=r"model\.layers\.ffn\.gate_DF is \(2, 32, 64\), this .* needs \(2, 32, 32\)"):
+        with pytest.raises(ConfigError, match=r"model\.layers\.ffn\.gate_DF is \(2, 32, 64\), but this .* needs \(2, 32, 32\)"):
             starting_state(new(model__ffn=32), mesh, store)
         with pytest.raises(ConfigError, match=r"contains model\.layers\.attention\.k_norm\.scale_D"):
             starting_state(new(model__qk_norm=False), mesh, store)
