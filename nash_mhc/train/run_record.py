@@ -45,8 +45,7 @@ _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "
 # How and where a run was started; not settings of the run itself.
 _NOT_SETTINGS = {
     "train.checkpoint_dir", "train.resume", "train.resume_from", "train.init_from", "train.init_step", "train.wait_for_lock",
-    "data.cache_dir", "mesh.coordinator_address", "mesh.num_processes", "mesh.process_id", "mesh.connect_timeout",
-    "telemetry.log_level", "kit",
+    "data.cache_dir", "mesh.coordinator_address", "mesh.num_processes", "mesh.process_id", "mesh.connect_timeout", "kit",
 }  # fmt: skip
 _OF_SCHEDULE = {
     "train.total_steps", "optim.learning_rate", "optim.min_lr_ratio", "optim.warmup_steps", "optim.schedule",
