@@ -339,7 +339,7 @@ def test_a_damaged_file_is_made_again(how: str, tmp_path: Path, messages: list[s
     whole = file.read_bytes()
     damage(file, how)
     after = opened("maze9x9", tmp_path)
-    assert any(f"{file}: is damaged" in text for text in messages)
+    assert any(str(file) in text and "damaged" in text for text in messages)
     assert file.read_bytes() == whole
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
     assert after.identity == before.identity
