@@ -145,7 +145,7 @@ def test_resuming_from_a_folder_without_a_run_is_reported(tmp_path: Path) -> Non
     cfg = changed(SMALL, train={"checkpoint_dir": str(tmp_path / "new"), "resume_from": str(tmp_path / "old")})
     assert re.search(r"--resume-from .*old: not a run with checkpoints", refusal(cfg))
     (tmp_path / "old" / "checkpoints").mkdir(parents=True)
-    assert re.search(r"--resume-from .*old: no complete checkpoint", refusal(cfg))
+    assert re.search(r"--resume-from .*old: .*no complete checkpoint", refusal(cfg))
 
 
 # --- the command itself, in processes of its own ---------------------------------------------------------------------
