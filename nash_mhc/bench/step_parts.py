@@ -28,12 +28,12 @@ from nash_mhc.model.residual import StreamState
 from nash_mhc.model.weights import Weight
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.vocabulary import sharded_xent
-from nash_mhc.optim.adamw import Gradients, cast_moments
+from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import updated_average
 from nash_mhc.optim.rounding import salt_of, to_float32
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.optim.trainable import Training
-from nash_mhc.parallel.params import ADAPTER, GATE, MATRIX, TABLE, Declared, DerivedParam, map_declared, named_leaves
+from nash_mhc.parallel.params import ADAPTER, GATE, HEAD, MATRIX, TABLE, Declared, DerivedParam, map_declared, named_leaves
 from nash_mhc.parallel.sharding import for_compute
 
 _LAYERS_AT_ONCE = 4  # layers of one update, whose memory is seven times that of their weights
@@ -204,8 +204,7 @@ def _run_updates(
         if jax.tree.leaves(params):
             ema = jax.tree.map(to_float32, params) if has_ema else None
             sums = jax.tree.map(lambda p: 0.5 * p, params)
-            opt_state = training.make_optimizer(h, params).init(jax.tree.map(to_float32, params))
-            opt_state = cast_moments(opt_state, params, training.moments)
+            opt_state = training.init_optimizer(h, params)
             known = (params, sums, opt_state, ema, h, jnp.ones((), bool))
             recorder.run(
                 f"update-{name}", times, update, (_only(trained, ()),) * 2, constants=known, in_layer=False, has_gradient=False
@@ -222,7 +221,7 @@ def _only(module: Any, prefixes: tuple[str, ...]) -> Any:
 
 def _matrix_size(module: Any, rows: int | None) -> int:
     """Return the number of matrix elements, counting only `rows` rows of each array if given."""
-    roles = (MATRIX, GATE, TABLE, ADAPTER)
+    roles = (MATRIX, GATE, TABLE, HEAD, ADAPTER)
 
     def count(declared: Declared, a: Any) -> int:
         if not (declared.is_matrix and declared.role in roles):

@@ -12,7 +12,7 @@ from nash_mhc.config.fields import ConfigError, Section, Settings, key, nearest_
 
 # Names of registered blocks; `register_mixer`, `register_ffn` and `register_residual` in model/layer.py add to them.
 MIXERS = ["attention", "multiscale"]
-FFNS = ["swiglu"]
+FFNS = ["swiglu", "relu2"]
 RESIDUALS = ["mhc", "mhc-layer", "plain"]
 
 
@@ -22,6 +22,7 @@ class LayerKind(NamedTuple):
     mixer: str
     window: int | None
     ffn: str
+    values: bool = False  # whether an embedding of the token is added to its values
 
 
 @functools.lru_cache(64)
@@ -249,6 +250,9 @@ class ModelConfig(ArchitectureConfig):
         further="hub",
     )
     ffn_kind: str = key("swiglu", "type of the feed-forward layers", choices=FFNS, further="layers")
+    value_embeddings: int = key(
+        0, "one layer in this many adds a second embedding of each token to its values (0: none)", low=0, further="layers"
+    )
     mixer: str | None = key(
         None,
         "sequence mixer of the layers (none: attention if --model-scales is 1, else multiscale)",
@@ -291,6 +295,11 @@ class ModelConfig(ArchitectureConfig):
                 f"model.pattern {self.pattern!r} is a group of {len(self.group)} layers, which does not divide model.layers "
                 f"{self.layers}; the nearest that does is {nearest_multiple(self.layers, len(self.group))}"
             )
+        if self.layers % len(self.group) and self.value_embeddings:
+            raise ConfigError(
+                f"model.value_embeddings {self.value_embeddings} makes groups of {len(self.group)} layers, which do not divide "
+                f"model.layers {self.layers}; the nearest that does is {nearest_multiple(self.layers, len(self.group))}"
+            )
         if self.full_every and self.window is None:
             raise ConfigError("model.full_every removes windows, but model.window is none; set model.window, or full_every 0")
         if self.full_every and self.layers % self.full_every:
@@ -312,7 +321,11 @@ class ModelConfig(ArchitectureConfig):
         default = self.mixer or ("attention" if self.scales == 1 else "multiscale")
         pattern = self.pattern or (f"local*{self.full_every - 1},full" if self.full_every > 1 else "")
         pattern = pattern or ("full" if self.full_every else "local")
-        return _layer_kinds(pattern, default, self.window, self.ffn_kind)
+        kinds, every = _layer_kinds(pattern, default, self.window, self.ffn_kind), self.value_embeddings
+        if not every:
+            return kinds
+        size = math.lcm(len(kinds), every)
+        return tuple(kinds[i % len(kinds)]._replace(values=(size - 1 - i) % every == 0) for i in range(size))
 
     @property
     def windows(self) -> tuple[int | None, ...]:

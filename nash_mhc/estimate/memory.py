@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
-import optax
 
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, MeshConfig, RunConfig, TrainConfig
 from nash_mhc.model.architectures import abstract_model, architecture_of, as_trained
@@ -116,11 +115,7 @@ def _leaves(key: WeightsKey) -> tuple[_Leaf, ...]:
     trained, _frozen = training.split(state.model)
     is_names = lambda x: isinstance(x, tuple) and all(isinstance(name, str) for name in x)
     axes = lambda tree: jax.tree.map(_Axes, logical_axes(tree), is_leaf=is_names)
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)
-    moments = optax.tree_utils.tree_map_params(
-        training.make_optimizer(key.hyperparameters, trained), lambda x, a: x if is_masked(x) else a,
-        state.opt_state, axes(trained), transform_non_params=lambda _: _Axes(()), is_leaf=is_masked,
-    )  # fmt: skip
+    moments = training.per_moment(key.hyperparameters, trained, state.opt_state, axes(trained), _Axes(()))
 
     def leaves(part: str, tree: Any, its_axes: Any) -> list[_Leaf]:
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(its_axes), strict=True)

@@ -20,7 +20,7 @@ from nash_mhc.model.protocol import Execution
 from nash_mhc.model.remat import kept_names
 from nash_mhc.objectives.registry import feed_of
 from nash_mhc.optim.trainable import Training
-from nash_mhc.parallel.params import ADAPTER, GATE, MATRIX, TABLE, Role, map_declared
+from nash_mhc.parallel.params import ADAPTER, GATE, HEAD, MATRIX, TABLE, Role, map_declared
 from nash_mhc.parallel.sharding import GATHERED, RULES
 from nash_mhc.runtime.chips import Machine
 
@@ -76,7 +76,7 @@ def flops_per_token(cfg: RunConfig) -> float:
         return jax.tree.leaves(map_declared(part, chosen))
 
     unneeded = sum(array.size for array in arrays(frozen, MATRIX, GATE))
-    if (tables := arrays(frozen, TABLE)) and not arrays(trained, TABLE):
+    if (tables := arrays(frozen, TABLE, HEAD)) and not arrays(trained, TABLE, HEAD):
         unneeded += max(cfg.model.vocab_size * table.size // table.shape[0] for table in tables)
     added = sum(array.size for array in arrays(trained, ADAPTER))
     return architecture_of(cfg.model).flops_per_token(cfg.model, cfg.data.seq_len) - 2.0 * unneeded + 6.0 * added

@@ -281,7 +281,8 @@ def family_config(cfg: ModelConfig, family: str, positions: int) -> dict[str, An
     return values | {"max_window_layers": 0 if has_window else cfg.layers}
 
 
-_NOT_EXPORTED = {"mixer": None, "ffn_kind": "swiglu", "pattern": None}  # keys that the exported code does not have
+# Keys that the exported code does not have.
+_NOT_EXPORTED = {"mixer": None, "ffn_kind": "swiglu", "pattern": None, "value_embeddings": 0}
 
 
 def portable(cfg: ModelConfig) -> ModelConfig:
@@ -289,6 +290,8 @@ def portable(cfg: ModelConfig) -> ModelConfig:
     blocks = {(kind.mixer, kind.ffn, cfg.residual) for kind in cfg.group}
     mixer, windows = "attention" if cfg.scales == 1 else "multiscale", cfg.windows
     exported = {(mixer, "swiglu", residual) for residual in ("mhc", "mhc-layer", "plain")}
+    if cfg.value_embeddings:
+        raise ConfigError("model.value_embeddings: the exported model code has none, so this model cannot be exported")
     one_full = (*(cfg.window,) * (len(windows) - 1), None)
     if unknown := sorted({name for block in blocks for name in block} - {name for block in exported for name in block}):
         raise ConfigError(

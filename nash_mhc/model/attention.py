@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from nash_mhc.config.model import RopeScaling
 from nash_mhc.model.kv_cache import KeyValues, TokenAt
 from nash_mhc.model.parts import RMSNorm, init_matrix
+from nash_mhc.model.value_embedding import TokenValues
 from nash_mhc.model.weights import project
 from nash_mhc.ops.attend import PLAIN_KERNELS, attend, supported_kernel
 from nash_mhc.ops.attention_io import AttentionInput, Documents
@@ -152,7 +153,7 @@ class Attention(eqx.Module):
             rotation=rotation_of(cfg),
         )  # fmt: skip
 
-    def project(self, x_BTD: Float[Array, "B T D"]) -> tuple[Array, Array, Array]:
+    def project(self, x_BTD: Float[Array, "B T D"], values: TokenValues | None = None) -> tuple[Array, Array, Array]:
         """Return projected queries, keys and values [B, T, heads, H], before norms and rotation."""
         q_BTNH = project(x_BTD, self.q_DNH, "btd,dnh->btnh")
         k_BTKH = project(x_BTD, self.k_DKH, "btd,dkh->btkh")
@@ -161,6 +162,8 @@ class Attention(eqx.Module):
             # [None, None], as the tests forbid implicit rank promotion.
             q_BTNH = q_BTNH + self.q_bias_NH[None, None]
             k_BTKH, v_BTKH = k_BTKH + self.k_bias_KH[None, None], v_BTKH + self.v_bias_KH[None, None]
+        if values is not None:
+            v_BTKH = v_BTKH + values.of(x_BTD)
         return checkpoint_name(q_BTNH, QKV), checkpoint_name(k_BTKH, QKV), checkpoint_name(v_BTKH, QKV)
 
     def rotate(
@@ -193,12 +196,18 @@ class Attention(eqx.Module):
         return checkpoint_name(project(mixed_BTNH, self.out_NHD, "btnh,nhd->btd"), OUTPUT)
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], layout: AttentionLayout, *, window: int | None, kernel: str
+        self,
+        x_BTD: Float[Array, "B T D"],
+        layout: AttentionLayout,
+        *,
+        window: int | None,
+        kernel: str,
+        values: TokenValues | None = None,
     ) -> Float[Array, "B T D"]:
         layout = layout.original_layout()
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         segments_BT, positions_BT, documents = layout.at(0, 1)
-        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD)
+        q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, values)
         inputs = AttentionInput(*self.rotate(q_BTNH, k_BTKH, positions_BT), v_BTKH, segments_BT, documents)
         mixed_BTNH = self.attend(inputs, window=window, kernel=kernel)
         return constrain(self.output(constrain(mixed_BTNH, *PER_HEAD)), "batch", "time_split", "width")
@@ -221,9 +230,11 @@ class Attention(eqx.Module):
         """Return an empty cache for a stack of layers, with one row per token of the window."""
         return KeyValues.empty(layers, batch, cfg.kv_heads, min(window or seq_len, seq_len), cfg.head_dim, dtype)
 
-    def step(self, x_B1D: Float[Array, "B 1 D"], cache: KeyValues, at: TokenAt) -> tuple[Float[Array, "B 1 D"], KeyValues]:
+    def step(
+        self, x_B1D: Float[Array, "B 1 D"], cache: KeyValues, at: TokenAt, values: TokenValues | None = None
+    ) -> tuple[Float[Array, "B 1 D"], KeyValues]:
         """Return (output for one token, updated cache)."""
-        q_B1NH, k_B1KH, v_B1KH = self.project(x_B1D)
+        q_B1NH, k_B1KH, v_B1KH = self.project(x_B1D, values)
         q_B1NH, k_B1KH = self.rotate(q_B1NH, k_B1KH, jnp.broadcast_to(at.position, x_B1D.shape[:2]))
         cache = cache.write(at.layer, at.position, k_B1KH, v_B1KH)
         return self.output(cache.attend(q_B1NH, at.layer, at.position).out_BTNH), cache

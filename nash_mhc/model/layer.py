@@ -21,11 +21,12 @@ from nash_mhc.model.attention import Attention, AttentionLayout
 from nash_mhc.model.captures import capture, watch_streams
 from nash_mhc.model.kv_cache import TokenAt
 from nash_mhc.model.multiscale import Multiscale
-from nash_mhc.model.parts import RMSNorm, ShortConv, SwiGLU
+from nash_mhc.model.parts import ReLU2, RMSNorm, ShortConv, SwiGLU
 from nash_mhc.model.residual import HyperConnection, PlainResidual, State, StreamState
+from nash_mhc.model.value_embedding import TokenValues
 
 _MIXERS: dict[str, Any] = {"attention": Attention, "multiscale": Multiscale}
-_FFNS: dict[str, Any] = {"swiglu": SwiGLU}
+_FFNS: dict[str, Any] = {"relu2": ReLU2, "swiglu": SwiGLU}
 _RESIDUALS: dict[str, Any] = {"mhc": HyperConnection, "mhc-layer": HyperConnection, "plain": PlainResidual}
 
 
@@ -93,14 +94,17 @@ class Layer(eqx.Module):
             inner.init(cfg, key=second), norm(), ffn_class(kind).init(cfg, key=ffn),
         )  # fmt: skip
 
-    def __call__(self, state: State, layout: AttentionLayout, *, window: int | None, kernel: str) -> State:
+    def __call__(
+        self, state: State, layout: AttentionLayout, *, window: int | None, kernel: str, values: TokenValues | None = None
+    ) -> State:
         """Return the residual state after this layer."""
+        extra = {} if values is None else {"values": values}  # a registered mixer need not know of them
 
         def mix(x_BTD: Array) -> tuple[Array, None]:
             if self.attention_conv is not None:
                 x_BTD = self.attention_conv(x_BTD, layout.slots_BT)
             with jax.named_scope("mixer"):
-                y_BTD = self.attention(x_BTD, layout, window=window, kernel=kernel)
+                y_BTD = self.attention(x_BTD, layout, window=window, kernel=kernel, **extra)
             capture("mixer_output", lambda: y_BTD)
             return y_BTD, None
 
@@ -112,14 +116,15 @@ class Layer(eqx.Module):
                 capture("stream_maps", lambda: tuple(m.res for m in maps))
         return state
 
-    def step(self, state: State, cache: LayerCache, at: TokenAt) -> tuple[State, LayerCache]:
+    def step(self, state: State, cache: LayerCache, at: TokenAt, values: TokenValues | None = None) -> tuple[State, LayerCache]:
         """Return (residual state of one token after this layer, updated cache)."""
+        extra = {} if values is None else {"values": values}
 
         def mix(x_B1D: Array) -> tuple[Array, LayerCache]:
             conv = cache.conv
             if self.attention_conv is not None and conv is not None:
                 x_B1D, conv = self.attention_conv.step(x_B1D, conv, at)
-            y_B1D, mixer = self.attention.step(x_B1D, cache.mixer, at)
+            y_B1D, mixer = self.attention.step(x_B1D, cache.mixer, at, **extra)
             return y_B1D, LayerCache(conv, mixer)
 
         state, cache, _ = self._apply(state, mix)

@@ -21,9 +21,10 @@ from nash_mhc.model.parts import RMSNorm, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.remat import remat_policy
 from nash_mhc.model.residual import State
+from nash_mhc.model.value_embedding import ValueEmbedding, of_group, of_tokens
 from nash_mhc.model.weights import array_of, in_float8
 from nash_mhc.ops.attend import best_kernel
-from nash_mhc.parallel.params import TABLE, param, stacked
+from nash_mhc.parallel.params import HEAD, TABLE, param, stacked
 from nash_mhc.parallel.sharding import for_compute
 
 TABLE_SCALE = 0.5  # initial scale of embedding and output: small logits, so the first loss is near ln V
@@ -58,6 +59,12 @@ def _init_layers(cfg: ModelConfig, *, key: PRNGKeyArray) -> Layer | tuple[Layer,
     return tuple(stack(kind, keys[i :: len(group)]) for i, kind in enumerate(group))
 
 
+def _init_values(cfg: ModelConfig, *, key: PRNGKeyArray) -> ValueEmbedding:
+    """Return the value embeddings of all layers that have one, as one stack."""
+    keys = jax.random.split(key, cfg.layers // cfg.value_embeddings)
+    return jax.vmap(lambda key: ValueEmbedding.init(cfg, key=key))(keys)
+
+
 def _stack_captures(group: list[Captures]) -> Captures:
     """Stack the captures of a group's layers by name, in the order of the layers that have them."""
     names = sorted({name for captured in group for name in captured})
@@ -80,7 +87,8 @@ class LM(eqx.Module):
     embed_VD: Float[Array, "V D"] = param("vocab", "embed", role=TABLE)
     layers: Layer | tuple[Layer, ...] = stacked("layers")
     norm: RMSNorm
-    output_VD: Float[Array, "V D"] | None = param("vocab", "embed", role=TABLE)
+    output_VD: Float[Array, "V D"] | None = param("vocab", "embed", role=HEAD)
+    values: ValueEmbedding | None = stacked("layers")
     cfg: ModelConfig = eqx.field(static=True)
 
     @staticmethod
@@ -95,6 +103,7 @@ class LM(eqx.Module):
             layers=_init_layers(cfg, key=layers),
             norm=RMSNorm(signs_D, cfg.norm_eps),
             output_VD=None if cfg.tied_embeddings else init_matrix(output, (V, D), D, TABLE_SCALE),
+            values=_init_values(cfg, key=jax.random.fold_in(key, 1)) if cfg.value_embeddings else None,
             cfg=cfg,
         )
 
@@ -133,23 +142,24 @@ class LM(eqx.Module):
         wanted = {*_HEALTH, *execution.captures}
 
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat, float8=execution.float8), static_argnums=0)
-        def run_layer(kind: LayerKind, state: State, layer: Layer) -> tuple[State, Captures]:
+        def run_layer(kind: LayerKind, state: State, layer: Layer, values: ValueEmbedding | None) -> tuple[State, Captures]:
             layer = for_compute(layer, x_BTD.dtype)
             layer = in_float8(layer) if execution.float8 else layer
             with recording(wanted) as captured:
-                state = layer(state, layout, window=kind.window, kernel=kernel)
+                state = layer(state, layout, window=kind.window, kernel=kernel, values=of_tokens(values, tokens_BT))
                 capture("layer_output", lambda: residual.leave(state)[:, :T])
             return state, captured
 
-        def run_group(state: State, group: tuple[Layer, ...]) -> tuple[State, Captures]:
+        def run_group(state: State, group: tuple[tuple[Layer, ...], Any]) -> tuple[State, Captures]:
             captures = []
-            for kind, layer in zip(self.cfg.group, group, strict=True):
-                state, captured = run_layer(kind, state, layer)
+            for kind, layer, values in zip(self.cfg.group, *group, strict=True):
+                state, captured = run_layer(kind, state, layer, values)
                 captures.append(captured)
             return state, _stack_captures(captures)
 
         start, groups = residual.enter(self.cfg, x_BTD), stacks_of_group(self.layers, len(self.cfg.group))
-        state, captured = jax.lax.scan(run_group, start, groups, unroll=execution.unroll)
+        values = of_group(self.values, self.cfg.group)
+        state, captured = jax.lax.scan(run_group, start, (groups, values), unroll=execution.unroll)
         all_layers = lambda x_GL: x_GL.reshape(x_GL.shape[0] * x_GL.shape[1], *x_GL.shape[2:])
         return self.norm(residual.leave(state))[:, :T], jax.tree.map(all_layers, captured)
 
@@ -178,18 +188,19 @@ class LM(eqx.Module):
         state = residual_class(self.cfg).enter(self.cfg, self.embed_tokens(tokens_B[:, None], cache.dtype))
 
         def run_group(
-            carry: tuple[State, tuple[LayerCache, ...]], xs: tuple[tuple[Layer, ...], Array]
+            carry: tuple[State, tuple[LayerCache, ...]], xs: tuple[tuple[Layer, ...], Any, Array]
         ) -> tuple[tuple[State, tuple[LayerCache, ...]], None]:
-            (state, caches), (group, number) = carry, xs
+            (state, caches), (group, values, number) = carry, xs
             updated = []
-            for layer, layer_cache in zip(group, caches, strict=True):
-                at = TokenAt(number, cache.position)
-                state, new_cache = for_compute(layer, cache.dtype).step(state, layer_cache, at)
+            for layer, layer_cache, embedding in zip(group, caches, values, strict=True):
+                at, token_values = TokenAt(number, cache.position), of_tokens(embedding, tokens_B[:, None])
+                state, new_cache = for_compute(layer, cache.dtype).step(state, layer_cache, at, token_values)
                 updated.append(new_cache)
             return (state, tuple(updated)), None
 
         size = len(self.cfg.group)
-        groups = stacks_of_group(self.layers, size), jnp.arange(self.cfg.layers // size)
+        values = of_group(self.values, self.cfg.group)
+        groups = stacks_of_group(self.layers, size), values, jnp.arange(self.cfg.layers // size)
         (state, layers), _ = jax.lax.scan(run_group, (state, cache.layers), groups)
         x_BD = self.norm(residual_class(self.cfg).leave(state))[:, 0]
         logits_BV = logits_of(x_BD, self.unembed_VD, self.cfg.vocab_size)

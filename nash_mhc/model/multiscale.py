@@ -28,6 +28,7 @@ from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, Attention
 from nash_mhc.model.captures import capture, game_report
 from nash_mhc.model.kv_cache import KeyValues, TokenAt, layer_of, write_row
 from nash_mhc.model.parts import init_small
+from nash_mhc.model.value_embedding import TokenValues
 from nash_mhc.ops.attend import LSE_KERNELS, SHAPES_ONLY, attend_with_lse, supported_kernel
 from nash_mhc.ops.attention_io import AttentionInput, AttentionOutput
 from nash_mhc.ops.nash import Rules, aggregate
@@ -150,9 +151,15 @@ class Multiscale(eqx.Module):
             return run(tuple(out.out_BTNH for out in outputs), tuple(bids), jax.nn.softplus(self.tau_N))
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], layout: AttentionLayout, *, window: int | None, kernel: str
+        self,
+        x_BTD: Float[Array, "B T D"],
+        layout: AttentionLayout,
+        *,
+        window: int | None,
+        kernel: str,
+        values: TokenValues | None = None,
     ) -> Float[Array, "B T D"]:
-        q, k, v = self.base.project(constrain(x_BTD, "batch", "time", "width"))
+        q, k, v = self.base.project(constrain(x_BTD, "batch", "time", "width"), values)
         if layout.spread is not None:
             kinds = zip((q, k, v), (PER_HEAD, PER_KV_HEAD, PER_KV_HEAD), strict=True)
             q, k, v = (_on_shards(spread, z, layout.spread, axes) for z, axes in kinds)
@@ -180,12 +187,12 @@ class Multiscale(eqx.Module):
         return MultiscaleCache(Attention.init_cache(cfg, window, layers, batch, seq_len, dtype), tuple(coarse))
 
     def step(
-        self, x_B1D: Float[Array, "B 1 D"], cache: MultiscaleCache, at: TokenAt
+        self, x_B1D: Float[Array, "B 1 D"], cache: MultiscaleCache, at: TokenAt, values: TokenValues | None = None
     ) -> tuple[Float[Array, "B 1 D"], MultiscaleCache]:
         """Return (output for one token, updated cache)."""
         layer, t = at
         positions_B1 = jnp.broadcast_to(t, x_B1D.shape[:2])
-        q_B1NH, k_B1KH, v_B1KH = self.base.project(x_B1D)
+        q_B1NH, k_B1KH, v_B1KH = self.base.project(x_B1D, values)
         rotated_B1NH, key_B1KH = self.base.rotate(q_B1NH, k_B1KH, positions_B1)
         fine = cache.fine.write(layer, t, key_B1KH, v_B1KH)
         outputs, coarse = [fine.attend(rotated_B1NH, layer, t)], []

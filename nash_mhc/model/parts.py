@@ -1,4 +1,4 @@
-"""Small building blocks: initializers, norm, short convolution, embedding, logits, SwiGLU."""
+"""Small building blocks: initializers, norm, short convolution, embedding, logits, MLPs."""
 
 from __future__ import annotations
 
@@ -153,3 +153,27 @@ class SwiGLU(eqx.Module):
     def flops_per_token(cfg: Sizes) -> float:
         """Return matmul FLOPs of one training token in one layer."""
         return 6.0 * 3 * cfg.width * cfg.ffn
+
+
+class ReLU2(eqx.Module):
+    """Two matrices with a squared ReLU between them."""
+
+    up_DF: Float[Array, "D F"] = param("embed", "ffn")
+    down_FD: Float[Array, "F D"] = param("ffn", "embed")
+
+    @staticmethod
+    def init(cfg: Sizes, *, key: PRNGKeyArray) -> ReLU2:
+        up, down = jax.random.split(key)
+        D, F = cfg.width, cfg.ffn
+        return ReLU2(init_matrix(up, (D, F), D), init_matrix(down, (F, D), F, (2 * cfg.layers) ** -0.5))
+
+    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x_BTD = constrain(x_BTD, "batch", "time", "width")
+        up_BTF = checkpoint_name(constrain(project(x_BTD, self.up_DF), "batch", "time", "ffn"), UP)
+        out_BTD = project(jnp.square(jax.nn.relu(up_BTF)), self.down_FD, "btf,fd->btd")
+        return checkpoint_name(constrain(out_BTD, "batch", "time_split", "width"), DOWN)
+
+    @staticmethod
+    def flops_per_token(cfg: Sizes) -> float:
+        """Return matmul FLOPs of one training token in one layer."""
+        return 6.0 * 2 * cfg.width * cfg.ffn

@@ -25,6 +25,7 @@ from nash_mhc.model.captures import recording
 from nash_mhc.model.layer import Layer, residual_class
 from nash_mhc.model.protocol import Activations, Execution
 from nash_mhc.model.remat import remat_policy
+from nash_mhc.model.value_embedding import ValueEmbedding, of_tokens
 from nash_mhc.ops.attend import PLAIN_KERNELS, SHAPES_ONLY
 from nash_mhc.parallel.sharding import for_compute, one_device
 
@@ -115,9 +116,12 @@ def trace_layer(run: Callable[[Any, Any], tuple[Any, Any]], state: Any, layer: A
 def _trace(cfg: ModelConfig, kind: LayerKind, dtype: str, kernel: str, seq_len: int, tp: int) -> _Trace:
     layout = attention_layout((1, seq_len), jnp.ones((1, seq_len), jnp.int32), cfg.strides, "xla")
 
-    def run(state: Any, layer: Any) -> Any:
+    def run(state: Any, weights: Any) -> Any:
+        layer, embedding = weights
+        values = of_tokens(embedding, jnp.zeros((1, seq_len), jnp.int32))
         with recording(_HEALTH) as captured:
-            after = for_compute(layer, jnp.dtype(dtype))(state, layout, window=kind.window, kernel=kernel)
+            layer = for_compute(layer, jnp.dtype(dtype))
+            after = layer(state, layout, window=kind.window, kernel=kernel, values=values)
         return after, captured
 
     with one_device(seq_len, tp):
@@ -125,7 +129,8 @@ def _trace(cfg: ModelConfig, kind: LayerKind, dtype: str, kernel: str, seq_len: 
             lambda: residual_class(cfg).enter(cfg, jnp.zeros((1, seq_len // tp, cfg.width), jnp.dtype(dtype)))
         )  # fmt: skip
         layer = jax.eval_shape(lambda: Layer.init(cfg, kind, key=jax.random.key(0)))
-        return trace_layer(run, state, layer)
+        embedding = jax.eval_shape(lambda: ValueEmbedding.init(cfg, key=jax.random.key(0))) if kind.values else None
+        return trace_layer(run, state, (layer, embedding))
 
 
 def _dependents(program: _Program, on: Sequence[_Value]) -> set[int]:

@@ -7,7 +7,7 @@ value is written. Moments may be bfloat16.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ class Gradients(NamedTuple):
         return jax.tree.map(lambda g: to_float32(g) * self.scale, self.sums)
 
 
-class _Shared(NamedTuple):
+class Shared(NamedTuple):
     """Numbers that all parameters share."""
 
     scale: Float[Array, ""]  # factor of the gradients, with clipping
@@ -49,7 +49,7 @@ class _Shared(NamedTuple):
     good: Bool[Array, ""]
 
 
-def cast_moments(opt_state: PyTree, model: PyTree, dtype: str) -> PyTree:
+def cast_moments(opt_state: PyTree, dtype: str) -> PyTree:
     """Return an initial optimizer state with the moments of large parameters in this dtype."""
     if dtype == "float32":
         return opt_state
@@ -64,7 +64,7 @@ def update(
     """Return parameters and state (in optax's form) after a step; if it is not `good`, they stay the same."""
     clip, adam, decay, schedule = opt_state
     count = optax.safe_increment(adam.count)
-    shared = _Shared(
+    shared = Shared(
         scale=gradients.scale * jnp.where(gradients.norm < h.max_grad_norm, 1.0, h.max_grad_norm / gradients.norm),
         bias=(1 - h.b1**count, 1 - h.b2**count),
         rate=learning_rate(h, schedule.count),
@@ -72,7 +72,7 @@ def update(
     )
     columns = [jax.tree.leaves(tree) for tree in (params, gradients.sums, adam.mu, adam.nu, rates(params), decays(params))]
     salt_for = lambda index: lambda purpose: salt_of(salt_of(salt, index), purpose)
-    updated = [_update_leaf(h, shared, *row, salt=salt_for(i)) for i, row in enumerate(zip(*columns, strict=True))]
+    updated = [update_leaf(h, shared, *row, salt=salt_for(i)) for i, row in enumerate(zip(*columns, strict=True))]
     new_params, mu, nu, squares = zip(*updated, strict=True)
     like_params = lambda leaves: jax.tree.unflatten(jax.tree.structure(params), leaves)
     counted = lambda old: jnp.where(good, optax.safe_increment(old), old)
@@ -81,8 +81,8 @@ def update(
     return Updated(like_params(new_params), (clip, adam, decay, schedule), jnp.sqrt(jnp.sum(jnp.stack(squares))))
 
 
-def _update_leaf(
-    h: Hyperparameters, shared: _Shared, p: Array, g: Array, m: Array, v: Array, rate: float, decays: bool, *, salt: MakeSalt
+def update_leaf(
+    h: Hyperparameters, shared: Shared, p: Array, g: Array, m: Array, v: Array, rate: Any, decays: bool, *, salt: MakeSalt
 ) -> tuple[Array, Array, Array, Array]:
     """Return the parameter, its moments, and the sum of the update's squares; `rate` is relative to the run's."""
     select = lambda purpose, new, old: jnp.where(shared.good, round_to(new, old.dtype, lambda: salt(purpose)), old)

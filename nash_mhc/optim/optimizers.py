@@ -82,7 +82,7 @@ def register(name: str, make: Make) -> None:
 def make_optimizer(h: Hyperparameters, model: PyTree, name: str = "adamw") -> optax.GradientTransformation:
     """Return the named optimizer with clipping and weight decay; raise ConfigError if the name is unknown."""
     if name not in OPTIMIZERS:
-        raise ConfigError(f"--optimizer {name}: unknown optimizer{name_hint(name, OPTIMIZERS)}")
+        raise ConfigError(f"--optimizer {name}: unknown optimizer{name_hint(name, [*OPTIMIZERS, 'normuon'])}")
     return optax.chain(
         optax.clip_by_global_norm(h.max_grad_norm),
         OPTIMIZERS[name](h, model),

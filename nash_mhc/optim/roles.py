@@ -7,7 +7,8 @@ from typing import Any
 from jaxtyping import PyTree
 from optax.contrib import MuonDimensionNumbers
 
-from nash_mhc.parallel.params import Declared, map_declared
+from nash_mhc.optim.schedule import GROUPS
+from nash_mhc.parallel.params import TABLE, Declared, map_declared
 
 # Width of the model on which learning rates were tuned: the rate of its matrices is --learning-rate.
 REFERENCE_WIDTH = 640
@@ -32,6 +33,16 @@ def rates(module: PyTree) -> PyTree:
         return REFERENCE_WIDTH / array.shape[declared.axes.index("embed")] * declared.role.rate
 
     return map_declared(module, factor)
+
+
+def group_of(declared: Declared, *, tied: bool) -> str:
+    """Return the group whose learning rate a parameter has under `normuon`.
+
+    tied: one table is both embedding and head.
+    """
+    if declared.role == TABLE:
+        return "tied" if tied else "embedding"
+    return declared.role.name if declared.role.name in GROUPS else "vector"
 
 
 def is_orthogonal(module: PyTree) -> PyTree:

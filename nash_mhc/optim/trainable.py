@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, PyTree
 
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.schema import ConfigError, RunConfig, Section
-from nash_mhc.optim import adamw
+from nash_mhc.optim import adamw, normuon
 from nash_mhc.optim.adamw import Gradients
-from nash_mhc.optim.optimizers import is_plain_adamw, make_optimizer
+from nash_mhc.optim.optimizers import OPTIMIZERS, is_plain_adamw, make_optimizer
 from nash_mhc.optim.rounding import Salt, map_with_index, round_to, salt_of, to_float32
 from nash_mhc.optim.schedule import Hyperparameters
 from nash_mhc.parallel.params import ADAPTER, STATE, Declared, map_declared, named_leaves
@@ -31,13 +31,14 @@ class Training(NamedTuple):
     sections: tuple[Section, ...] = ()  # of kits, which may freeze parameters by role
     weights: str = "float32"  # dtype of large weights in the state
     moments: str = "float32"  # dtype of large moments in the state
+    compute: str = "float32"  # dtype of the products of normuon
 
     @staticmethod
     def of(cfg: RunConfig) -> Training:
         optim, precision = cfg.optim, cfg.precision
         return Training(
             optim.optimizer, optim.freeze, optim.train_only, cfg.lora.rank > 0, cfg.of_kits,
-            precision.weights_dtype, precision.moments_dtype,
+            precision.weights_dtype, precision.moments_dtype, "bfloat16" if cfg.train.dtype == "bfloat16" else "float32",
         )  # fmt: skip
 
     def split(self, model: PyTree) -> tuple[PyTree, PyTree]:
@@ -72,22 +73,47 @@ class Training(NamedTuple):
 
     def begin(self, h: Hyperparameters, model: PyTree, *, averaged: bool) -> tuple[PyTree, PyTree, PyTree]:
         """Return the model, the optimizer state and the averaged weights (or None) before the first step."""
-        if self.moments != "float32" and not self.is_adamw:
+        if self.moments != "float32" and not (self.is_adamw or self.is_normuon):
             raise ConfigError(
-                f"--moments-dtype {self.moments} needs --optimizer adamw; leave one of --moments-dtype and --optimizer "
-                f"{self.optimizer} out"
+                f"--moments-dtype {self.moments} needs --optimizer adamw or normuon; leave one of --moments-dtype and "
+                f"--optimizer {self.optimizer} out"
             )
         model = self.cast_weights(model)
         trained, _ = self.split(model)
         # A copy, because leaves that share a buffer cannot be donated. bfloat16 is too coarse for averages.
         ema = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), trained) if averaged else None
+        return model, self.init_optimizer(h, trained), ema
+
+    def init_optimizer(self, h: Hyperparameters, trained: PyTree) -> PyTree:
+        """Return the optimizer's state before the first step."""
+        if self.is_normuon:
+            return normuon.init(trained, self.moments)
         state = self.make_optimizer(h, trained).init(jax.tree.map(to_float32, trained))
-        return model, adamw.cast_moments(state, trained, self.moments), ema
+        return adamw.cast_moments(state, self.moments)
+
+    def per_moment(self, h: Hyperparameters, trained: PyTree, state: PyTree, like: PyTree, other: Any) -> PyTree:
+        """Return the optimizer's state with each moment replaced by its parameter's value in `like`.
+
+        Arrays that do not have the shape of a parameter become `other`. `trained` and `state` are trees of shapes.
+        """
+        if self.is_normuon:
+            of_leaf = lambda x, p, value: value if x.shape == p.shape else other
+            return normuon.State(other, like, jax.tree.map(of_leaf, state.nu, trained, like))
+        is_masked = lambda x: isinstance(x, optax.MaskedNode)  # a leaf that another part of a partitioned optimizer updates
+        return optax.tree_utils.tree_map_params(
+            self.make_optimizer(h, trained), lambda x, s: x if is_masked(x) else s,
+            state, like, transform_non_params=lambda _: other, is_leaf=is_masked,
+        )  # fmt: skip
 
     @property
     def is_adamw(self) -> bool:
         """Whether the optimizer is our AdamW, not one that was registered under its name."""
         return self.optimizer == "adamw" and is_plain_adamw()
+
+    @property
+    def is_normuon(self) -> bool:
+        """Whether the optimizer is our NorMuon, not one that was registered under its name."""
+        return self.optimizer == "normuon" and "normuon" not in OPTIMIZERS
 
     def update(
         self, h: Hyperparameters, trained: PyTree, gradients: Gradients, opt_state: PyTree, good: Bool[Array, ""], salt: Salt
@@ -95,6 +121,8 @@ class Training(NamedTuple):
         """Return weights and optimizer state after a step; if it is not `good`, they stay the same."""
         if self.is_adamw:
             return adamw.update(h, trained, gradients, opt_state, good, salt)
+        if self.is_normuon:
+            return normuon.update(h, trained, gradients, opt_state, good, salt, jnp.dtype(self.compute))
         optimizer, params = self.make_optimizer(h, trained), jax.tree.map(to_float32, trained)
         updates, new_state = optimizer.update(gradients.scaled(), opt_state, params)
         # Selected elementwise while the update is written anyway: no branch, no synchronization with the host.

@@ -31,6 +31,8 @@ class Role(NamedTuple):
 
 MATRIX = Role("matrix", orthogonal=True)  # maps one vector to another
 TABLE = Role("table")  # a vector for each token
+VALUE = Role("value")  # a vector for each token, added to the values of attention
+HEAD = Role("head")  # an output projection of its own
 VECTOR = Role("vector", decays=False)  # scales, biases, taps of convolutions
 GATE = Role("gate", rate=4.0)  # maps a token to a few logits; docs/experiments.md compares rates 0.1, 1 and 16
 ADAPTER = Role("adapter", by_width=False)  # LoRA matrices: exactly the given rate, as in published recipes
@@ -71,7 +73,7 @@ class Declared(NamedTuple):
     @property
     def is_large(self) -> bool:
         """Return whether this is a matrix or table that is cast to the compute dtype (most of a model's memory)."""
-        return self.role in (MATRIX, TABLE) and self.cast
+        return self.role in (MATRIX, TABLE, VALUE, HEAD) and self.cast
 
     @property
     def is_matrix(self) -> bool:

@@ -42,6 +42,9 @@ RULES: Registry[tuple[str, ...]] = Registry("axes", {
     "vector": (),  # norm scales: too small to shard
     "layers": (),  # scanned
     "experts": (),  # MLPs of a mixture of experts
+    "matrices": ("data", "fsdp", "tp"),  # a stack of matrices in the optimizer: each device works on whole ones
+    "rows": (),
+    "columns": (),
     "parts": (),  # microbatches of gradient accumulation
 })  # fmt: skip
 GATHERED = "fsdp"  # mesh axis over which weights are gathered before use, and gradients are reduce-scattered

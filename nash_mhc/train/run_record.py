@@ -200,7 +200,7 @@ def describe_run(inputs: Inputs, mesh: Mesh) -> None:
     cfg = inputs.cfg
     parameters = _parameters(cfg.model, abstract_state(cfg).model, Training.of(cfg), has_adapters=cfg.lora.rank > 0)
     log.info(f"{describe(mesh)}, {cfg.train.dtype}; {parameters}; run in {inputs.folder}")
-    if cfg.optim.optimizer in ("adamw", "adam_atan2", "muon") and cfg.optim.learning_rate > _MAX_PLAUSIBLE_RATE:
+    if cfg.optim.optimizer in ("adamw", "adam_atan2", "muon", "normuon") and cfg.optim.learning_rate > _MAX_PLAUSIBLE_RATE:
         rate = f"--learning-rate {cfg.optim.learning_rate:g}"
         log.warning(f"warning: {rate} is far above the usual 1e-4 to 1e-2; the loss will rise")
     for line in inputs.summary(mesh):

@@ -12,7 +12,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
@@ -98,11 +97,7 @@ def state_shardings(key: ProgramKey, mesh: Mesh) -> TrainState:
     trained_shape, _ = training.split(shape.model)
     model, trained = shardings(shape.model, mesh), shardings(trained_shape, mesh)
     replicated = named_sharding(mesh)
-    is_masked = lambda x: isinstance(x, optax.MaskedNode)  # a leaf that another part of a partitioned optimizer updates
-    opt_state = optax.tree_utils.tree_map_params(
-        training.make_optimizer(h, trained_shape), lambda x, s: x if is_masked(x) else s,
-        shape.opt_state, trained, transform_non_params=lambda _: replicated, is_leaf=is_masked,
-    )  # fmt: skip
+    opt_state = training.per_moment(h, trained_shape, shape.opt_state, trained, replicated)
     recent = jax.tree.map(lambda _: replicated, shape.recent)
     carry = jax.tree.map(lambda a: named_sharding(mesh, *("parts", "batch", "time", "width")[: a.ndim]), shape.carry)
     trees = (replicated, model, opt_state, None if shape.ema is None else trained, recent, carry)
