@@ -20,7 +20,7 @@ from nash_mhc.config.schema import (
     architecture_config,
 )
 
-# One learning rate for all sizes: optim/roles.py scales it by role and width.
+# One learning rate for all sizes: optim/schedule.py scales it by role and width.
 OPTIM = OptimConfig(learning_rate=3e-3, warmup_steps=200, min_lr_ratio=0.1)
 # On an H200, `small` takes 8 ms/token: a sample of 32 at every evaluation costs less than 1% of its time.
 TELEMETRY = TelemetryConfig(sample_tokens=32)

@@ -24,6 +24,7 @@ from nash_mhc.config.fields import (
 )
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.model import ArchitectureConfig, DivisibleSize, ModelConfig
+from nash_mhc.config.optim import OptimConfig
 from nash_mhc.config.recorded import is_unused
 from nash_mhc.config.sections import (
     KEEPABLE,
@@ -33,7 +34,6 @@ from nash_mhc.config.sections import (
     LoraConfig,
     MeshConfig,
     ObjectiveConfig,
-    OptimConfig,
     PrecisionConfig,
     TelemetryConfig,
     TrainConfig,

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, PyTree
 
-from nash_mhc.optim.roles import decays, rates
 from nash_mhc.optim.rounding import MakeSalt, Salt, round_to, salt_of, to_float32
-from nash_mhc.optim.schedule import Hyperparameters, learning_rate
+from nash_mhc.optim.schedule import Hyperparameters, decays, learning_rate, rates
 from nash_mhc.parallel.params import map_declared
 
 

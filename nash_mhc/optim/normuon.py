@@ -16,9 +16,8 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from nash_mhc.optim.adamw import Gradients, Shared, Updated, update_leaf
-from nash_mhc.optim.roles import REFERENCE_WIDTH, group_of
 from nash_mhc.optim.rounding import MakeSalt, Salt, round_to, salt_of, to_float32
-from nash_mhc.optim.schedule import GROUPS, Hyperparameters, learning_rate, matrix_decay, momentum
+from nash_mhc.optim.schedule import GROUPS, REFERENCE_WIDTH, Hyperparameters, group_of, learning_rate, matrix_decay, momentum
 from nash_mhc.parallel.params import HEAD, Declared, map_declared
 from nash_mhc.parallel.sharding import constrain
 

@@ -15,8 +15,7 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from nash_mhc.config.commands import name_hint
 from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.optim.roles import REFERENCE_WIDTH, decays, is_orthogonal, matrix_axes, rates
-from nash_mhc.optim.schedule import Hyperparameters, learning_rate
+from nash_mhc.optim.schedule import REFERENCE_WIDTH, Hyperparameters, decays, is_orthogonal, learning_rate, matrix_axes, rates
 
 # Singular values of Muon's update of a matrix at a learning rate of 1. For a square matrix of the reference width, the
 # root mean square of the update is 0.8, so that rates for Adam suit Muon. docs/experiments.md compares 0.2 to 1.6.

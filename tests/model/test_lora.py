@@ -15,7 +15,7 @@ from nash_mhc.checkpoint.store import array_metadata
 from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
 from nash_mhc.hub.load import load
 from nash_mhc.model.lora import Lora, adapted, base_of, drops, merged, with_dropout
-from nash_mhc.optim.roles import rates
+from nash_mhc.optim.schedule import rates
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.train.state import abstract_state

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from nash_mhc.config.schema import LoraConfig
 from nash_mhc.model.lora import Lora, adapted, merged, with_dropout
-from nash_mhc.optim.roles import decays, is_orthogonal, matrix_axes
+from nash_mhc.optim.schedule import decays, is_orthogonal, matrix_axes
 from nash_mhc.parallel.params import TABLE, map_declared, named_leaves, param, stacked
 from nash_mhc.parallel.sharding import logical_axes, spec
 

@@ -16,7 +16,7 @@ from nash_mhc.model import architectures
 from nash_mhc.model.lm import LM, flops_per_token
 from nash_mhc.model.protocol import Architecture, AttentionShape
 from nash_mhc.model.weights import Weight, array_of
-from nash_mhc.optim.roles import decays, is_orthogonal
+from nash_mhc.optim.schedule import decays, is_orthogonal
 from nash_mhc.parallel.params import MATRIX, TABLE, VECTOR, map_declared, named_leaves, param
 from nash_mhc.parallel.sharding import logical_axes
 

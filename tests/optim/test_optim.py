@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from nash_mhc.config.schema import OptimConfig, RunConfig, TrainConfig
-from nash_mhc.optim import roles
 from nash_mhc.optim import schedule as module
+from nash_mhc.optim import schedule as roles
 from nash_mhc.optim.adamw import Gradients
 from nash_mhc.optim.optimizers import make_optimizer, updated_average
 from nash_mhc.optim.rounding import salt_of

@@ -15,8 +15,7 @@ from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.layer import residual_class
 from nash_mhc.model.lm import LM
 from nash_mhc.optim.optimizers import make_optimizer
-from nash_mhc.optim.roles import rates
-from nash_mhc.optim.schedule import Hyperparameters
+from nash_mhc.optim.schedule import Hyperparameters, rates
 
 WIDTHS = (64, 512)
 T, STEPS = 16, 2

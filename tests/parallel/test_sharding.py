@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from nash_mhc.config.schema import DataConfig, MeshConfig, ModelConfig, OptimConfig, RunConfig
 from nash_mhc.model.lm import LM
 from nash_mhc.model.parts import init_matrix
-from nash_mhc.optim.roles import decays
+from nash_mhc.optim.schedule import decays
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import param, stacked
 from nash_mhc.parallel.sharding import (

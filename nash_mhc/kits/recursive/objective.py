@@ -29,8 +29,7 @@ from nash_mhc.model.parts import logits_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.objectives.base import Aux, Batch, Sum
 from nash_mhc.objectives.registry import ObjectiveKind
-from nash_mhc.optim.roles import rates
-from nash_mhc.optim.schedule import Hyperparameters
+from nash_mhc.optim.schedule import Hyperparameters, rates
 
 _SOLVED_WEIGHT = 0.5  # of the loss that predicts whether a puzzle is solved
 _BAD_SUDOKU = {0: "it has no solution", 2: "it has more than one solution, and models are trained on puzzles with one"}
