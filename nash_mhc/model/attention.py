@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.model import RopeScaling
 from nash_mhc.model.kv_cache import KeyValues, TokenAt
-from nash_mhc.model.parts import RMSNorm, init_matrix
-from nash_mhc.model.value_embedding import TokenValues
+from nash_mhc.model.parts import RMSNorm, TokenValues, init_matrix
 from nash_mhc.model.weights import project
 from nash_mhc.ops.attend import PLAIN_KERNELS, attend, supported_kernel
 from nash_mhc.ops.attention_io import AttentionInput, Documents

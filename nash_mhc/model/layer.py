@@ -21,9 +21,8 @@ from nash_mhc.model.attention import Attention, AttentionLayout
 from nash_mhc.model.captures import capture, watch_streams
 from nash_mhc.model.kv_cache import TokenAt
 from nash_mhc.model.multiscale import Multiscale
-from nash_mhc.model.parts import ReLU2, RMSNorm, ShortConv, SwiGLU
+from nash_mhc.model.parts import ReLU2, RMSNorm, ShortConv, SwiGLU, TokenValues
 from nash_mhc.model.residual import HyperConnection, PlainResidual, State, StreamState
-from nash_mhc.model.value_embedding import TokenValues
 
 _MIXERS: dict[str, Any] = {"attention": Attention, "multiscale": Multiscale}
 _FFNS: dict[str, Any] = {"relu2": ReLU2, "swiglu": SwiGLU}

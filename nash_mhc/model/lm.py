@@ -17,11 +17,10 @@ from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.captures import capture, recording, summary
 from nash_mhc.model.kv_cache import TokenAt
 from nash_mhc.model.layer import Layer, LayerCache, residual_class
-from nash_mhc.model.parts import RMSNorm, embed, init_matrix, logits_of
+from nash_mhc.model.parts import RMSNorm, ValueEmbedding, embed, init_matrix, logits_of, of_group, of_tokens
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.remat import remat_policy
 from nash_mhc.model.residual import State
-from nash_mhc.model.value_embedding import ValueEmbedding, of_group, of_tokens
 from nash_mhc.model.weights import array_of, in_float8
 from nash_mhc.ops.attend import best_kernel
 from nash_mhc.parallel.params import HEAD, TABLE, param, stacked

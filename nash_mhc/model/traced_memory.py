@@ -23,9 +23,9 @@ from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.captures import recording
 from nash_mhc.model.layer import Layer, residual_class
+from nash_mhc.model.parts import ValueEmbedding, of_tokens
 from nash_mhc.model.protocol import Activations, Execution
 from nash_mhc.model.remat import remat_policy
-from nash_mhc.model.value_embedding import ValueEmbedding, of_tokens
 from nash_mhc.ops.attend import PLAIN_KERNELS, SHAPES_ONLY
 from nash_mhc.parallel.sharding import for_compute, one_device
 
