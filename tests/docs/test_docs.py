@@ -252,7 +252,7 @@ def check(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         corpus.command(words[1:])
     elif module in ("data", "checkpoint", "report", "hub"):  # they look at folders, which are not here
         monkeypatch.setattr(sys, "argv", [module, *words])
-        with pytest.raises(ConfigError, match=r"no such folder|there is no|not there|no run|neither|no config.json"):
+        with pytest.raises(ConfigError, match=r"no such folder|there is no|not there|no run|neither|config\.json"):
             {"data": data, "checkpoint": checkpoint, "report": report, "hub": hub}[module].main()
     else:
         assert module in ("nash_mhc", "config.reference", "make") or command.needs, command
