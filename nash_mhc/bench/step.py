@@ -138,7 +138,15 @@ _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|col
 
 def communicating(text: str) -> str:
     """Return a program's text without collectives over single devices, which only XLA's CPU compiler leaves in."""
-    return "\n".join(line for line in text.splitlines() if not re.search(r"replica_groups=\{\{\d+\}", line))
+    return "\n".join(line for line in text.splitlines() if not _is_over_one_device(line))
+
+
+def _is_over_one_device(line: str) -> bool:
+    """Return whether the groups of a collective have one device: `{{0},..}`, or axes of size 1 (from JAX 0.11 on)."""
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", named[1]))
+        return all(sizes[axis] == "1" for axis in re.findall(r"'(\w+)'", named[2]))
+    return re.search(r"replica_groups=\{\{\d+\}", line) is not None
 
 
 def count_collectives(compiled: Any) -> dict[str, int]:
