@@ -151,7 +151,7 @@ def _run_parts(
         recorder.run(f"ffn-{name}", accum * groups * count, feed_forward, module, normed_BTD)
 
     loss = lambda lm, x_BTD, labels: sharded_xent(
-        x_BTD, lm.unembed_VD, *labels, model.vocab_size, z_loss, smoothing
+        x_BTD, lm.unembed_VD, labels[0], labels[1], model.vocab_size, z_loss, smoothing
     )  # fmt: skip
     recorder.run(
         "loss", accum, loss, whole("embed_VD" if model.tied_embeddings else "output_VD"), normed_BTD,
