@@ -21,7 +21,7 @@ from nash_mhc.ops.kernels.attend_cudnn import documents_of
 from nash_mhc.ops.norm import norm_and_rope_copies
 from nash_mhc.ops.platform import is_gpu
 from nash_mhc.ops.rope import Rotation, positions_in_segments, rope
-from nash_mhc.ops.spread import Spread, plan
+from nash_mhc.ops.spread import Spread, plan_spread
 from nash_mhc.parallel.params import VECTOR, param
 from nash_mhc.parallel.sharding import constrain, on_shards
 
@@ -37,7 +37,7 @@ class AttentionLayout(NamedTuple):
     documents: tuple[Documents, ...] = ()  # per scale, for kernels that need them
     # If set, documents may begin anywhere; the fields above describe the padded sequence, aligned to the strides.
     spread: Spread | None = None
-    slots_BT: Int[Array, "B T"] | None = None  # document ids of the original sequence
+    original_segments_BT: Int[Array, "B T"] | None = None  # document ids of the original sequence
 
     def at(self, c: int, stride: int) -> tuple[Array | None, Array, Documents | None]:
         """Return (segments, positions, documents) of scale c."""
@@ -48,8 +48,12 @@ class AttentionLayout(NamedTuple):
         """Return the layout of the original sequences, for a mixer without coarse scales."""
         if self.spread is None:
             return self
-        assert self.slots_BT is not None
-        return AttentionLayout(self.slots_BT, positions_in_segments(self.slots_BT), slots_BT=self.slots_BT)
+        assert self.original_segments_BT is not None
+        return AttentionLayout(
+            self.original_segments_BT,
+            positions_in_segments(self.original_segments_BT),
+            original_segments_BT=self.original_segments_BT,
+        )
 
 
 def attention_layout(
@@ -67,11 +71,11 @@ def attention_layout(
     if segments_BT is None:
         return AttentionLayout(None, jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape))
     if padded_length is not None and strides[-1] > 1:
-        spread, padded_BU = plan(segments_BT, strides[-1], padded_length)
+        spread, padded_BU = plan_spread(segments_BT, strides[-1], padded_length)
         layout = attention_layout((shape[0], padded_length), padded_BU, strides, kernel, most_documents)
-        return layout._replace(spread=spread, slots_BT=segments_BT)
+        return layout._replace(spread=spread, original_segments_BT=segments_BT)
     documents = tuple(documents_of(segments_BT[:, ::stride], most_documents) for stride in strides) if kernel == "cudnn" else ()
-    return AttentionLayout(segments_BT, positions_in_segments(segments_BT), documents, slots_BT=segments_BT)
+    return AttentionLayout(segments_BT, positions_in_segments(segments_BT), documents, original_segments_BT=segments_BT)
 
 
 def sharded_attention(
@@ -96,7 +100,7 @@ def constrain_per_head(inputs: AttentionInput) -> AttentionInput:
 
 @runtime_checkable
 class Shape(Protocol):
-    """The configuration fields that attention reads."""
+    """The configuration fields that attention reads; configurations of kits have them, too."""
 
     @property
     def width(self) -> int: ...
@@ -131,7 +135,7 @@ class Attention(eqx.Module):
     q_DNH: Float[Array, "D N H"] = param("embed", "heads", "head_dim")
     k_DKH: Float[Array, "D K H"] = param("embed", "kv_heads", "head_dim")
     v_DKH: Float[Array, "D K H"] = param("embed", "kv_heads", "head_dim")
-    out_NHD: Float[Array, "N H D"] = param("heads", "head_dim", "embed", inputs=2)
+    out_NHD: Float[Array, "N H D"] = param("heads", "head_dim", "embed", inputs=2)  # N and H are summed over
     q_bias_NH: Float[Array, "N H"] | None = param("heads", "head_dim", role=VECTOR)
     k_bias_KH: Float[Array, "K H"] | None = param("kv_heads", "head_dim", role=VECTOR)
     v_bias_KH: Float[Array, "K H"] | None = param("kv_heads", "head_dim", role=VECTOR)

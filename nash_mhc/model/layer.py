@@ -24,13 +24,20 @@ from nash_mhc.model.multiscale import Multiscale
 from nash_mhc.model.parts import ReLU2, RMSNorm, ShortConv, SwiGLU, TokenValues
 from nash_mhc.model.residual import HyperConnection, PlainResidual, State, StreamState
 
+# A built-in block also needs its name in config/model.py.
 _MIXERS: dict[str, Any] = {"attention": Attention, "multiscale": Multiscale}
 _FFNS: dict[str, Any] = {"relu2": ReLU2, "swiglu": SwiGLU}
 _RESIDUALS: dict[str, Any] = {"mhc": HyperConnection, "mhc-layer": HyperConnection, "plain": PlainResidual}
 
 
 def register_mixer(name: str, mixer: Any) -> None:
-    """Register a sequence mixer for `--model-mixer` and `--model-pattern`. See `Attention` for its methods."""
+    """Register a sequence mixer, a module class, for `--model-mixer` and `--model-pattern`.
+
+    `Attention` is the example. A mixer has `init(cfg, key=)`, `__call__(x_BTD, layout, window=, kernel=)`, for decoding
+    `init_cache` and `step`, and `flops_per_token`. A token's output depends on no later token and on no other document
+    (`layout`); if the mixer has no coarse scales, it begins with `layout.original_layout()`. Its input and output are
+    constrained to the axes ("batch", "time", "width") and ("batch", "time_split", "width").
+    """
     _MIXERS[name] = mixer
     names.MIXERS.append(name)
 
@@ -87,7 +94,7 @@ class Layer(eqx.Module):
         conv = ShortConv.init(cfg, key=jax.random.fold_in(attention, 1)) if cfg.conv_taps else None
         norm = functools.partial(RMSNorm.init, cfg.width, cfg.norm_eps)
         residual = residual_class(cfg)
-        inner = PlainResidual if cfg.mixings == 1 else residual
+        inner = PlainResidual if cfg.mixings == 1 else residual  # mhc-layer mixes streams once per layer
         return Layer(
             residual.init(cfg, key=first), norm(), conv, mixer_class(kind).init(cfg, key=attention),
             inner.init(cfg, key=second), norm(), ffn_class(kind).init(cfg, key=ffn),
@@ -99,16 +106,16 @@ class Layer(eqx.Module):
         """Return the residual state after this layer."""
         extra = {} if values is None else {"values": values}  # a registered mixer need not know of them
 
-        def mix(x_BTD: Array) -> tuple[Array, None]:
+        def run_mixer(x_BTD: Array) -> tuple[Array, None]:
             if self.attention_conv is not None:
-                x_BTD = self.attention_conv(x_BTD, layout.slots_BT)
+                x_BTD = self.attention_conv(x_BTD, layout.original_segments_BT)
             with jax.named_scope("mixer"):
                 y_BTD = self.attention(x_BTD, layout, window=window, kernel=kernel, **extra)
             capture("mixer_output", lambda: y_BTD)
             return y_BTD, None
 
         entered = state
-        state, _, maps = self._apply(state, mix)
+        state, _, maps = self._apply(state, run_mixer)
         with jax.named_scope("health"):
             if isinstance(entered, StreamState):
                 capture("streams", lambda: watch_streams(entered, maps))
@@ -119,14 +126,14 @@ class Layer(eqx.Module):
         """Return (residual state of one token after this layer, updated cache)."""
         extra = {} if values is None else {"values": values}
 
-        def mix(x_B1D: Array) -> tuple[Array, LayerCache]:
+        def run_mixer(x_B1D: Array) -> tuple[Array, LayerCache]:
             conv = cache.conv
             if self.attention_conv is not None and conv is not None:
                 x_B1D, conv = self.attention_conv.step(x_B1D, conv, at)
             y_B1D, mixer = self.attention.step(x_B1D, cache.mixer, at, **extra)
             return y_B1D, LayerCache(conv, mixer)
 
-        state, cache, _ = self._apply(state, mix)
+        state, cache, _ = self._apply(state, run_mixer)
         return state, cache
 
     @staticmethod
@@ -142,11 +149,12 @@ class Layer(eqx.Module):
         mixer = mixer_class(kind).flops_per_token(cfg, kind.window, seq_len)
         return float(mixer + ffn_class(kind).flops_per_token(cfg) + residuals)
 
-    def _apply(self, state: State, mix: Callable[[Array], tuple[Array, Any]]) -> tuple[State, Any, list[Any]]:
-        """Return (residual state, second result of `mix`, maps of each residual)."""
+    def _apply(self, state: State, run_mixer: Callable[[Array], tuple[Array, Any]]) -> tuple[State, Any, list[Any]]:
+        """Return (residual state, second result of `run_mixer`, maps of each residual)."""
         x_BTD, maps = self.attention_residual.read(state, self.attention_norm)
-        y_BTD, cache = mix(x_BTD)
-        if type(self.attention_residual) is not type(self.ffn_residual):  # mhc-layer: one residual around both
+        y_BTD, cache = run_mixer(x_BTD)
+        if type(self.attention_residual) is not type(self.ffn_residual):
+            # mhc-layer: x = norm(H_pre X), y = mixer(x), X' = H_res X + H_post (y + ffn(norm(x + y)))
             x_BTD, _ = self.ffn_residual.read(self.ffn_residual.write(x_BTD, y_BTD, None), self.ffn_norm)
             return self.attention_residual.write(state, y_BTD + self._feed_forward(x_BTD), maps), cache, [maps]
         state = self.attention_residual.write(state, y_BTD, maps)

@@ -28,7 +28,7 @@ from nash_mhc.parallel.sharding import for_compute
 
 TABLE_SCALE = 0.5  # initial scale of embedding and output: small logits, so the first loss is near ln V
 Captures = dict[str, Any]  # captures of all layers, by name, with a leading layer axis
-_HEALTH = ("game", "streams")  # captured in every pass; XLA removes them if unused
+_HEALTH = ("game", "streams")  # of the scales and the residual; captured in every pass; XLA removes them if unused
 
 
 def kernel_for(execution: Execution, seq_len: int, head_dim: int, window: int | None = None) -> str:
@@ -60,7 +60,7 @@ def _init_layers(cfg: ModelConfig, *, key: PRNGKeyArray) -> Layer | tuple[Layer,
 
 def _init_values(cfg: ModelConfig, *, key: PRNGKeyArray) -> ValueEmbedding:
     """Return the value embeddings of all layers that have one, as one stack."""
-    keys = jax.random.split(key, cfg.layers // cfg.value_embeddings)
+    keys = jax.random.split(key, cfg.layers // cfg.value_embeddings)  # one layer in so many has one
     return jax.vmap(lambda key: ValueEmbedding.init(cfg, key=key))(keys)
 
 
@@ -141,6 +141,7 @@ class LM(eqx.Module):
         wanted = {*_HEALTH, *execution.captures}
 
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat, float8=execution.float8), static_argnums=0)
+        # `values` are sharded over the vocabulary: `embed` gathers and casts what it looks up.
         def run_layer(kind: LayerKind, state: State, layer: Layer, values: ValueEmbedding | None) -> tuple[State, Captures]:
             layer = for_compute(layer, x_BTD.dtype)
             layer = in_float8(layer) if execution.float8 else layer
@@ -149,6 +150,7 @@ class LM(eqx.Module):
                 capture("layer_output", lambda: residual.leave(state)[:, :T])
             return state, captured
 
+        # A group is one period of the layer pattern, such as three layers with a window and one without.
         def run_group(state: State, group: tuple[tuple[Layer, ...], Any]) -> tuple[State, Captures]:
             captures = []
             for kind, layer, values in zip(self.cfg.group, *group, strict=True):

@@ -24,7 +24,7 @@ class Spread(NamedTuple):
     is_slot_BU: Bool[Array, "B U"]  # whether a padded position holds a token
 
 
-def plan(segments_BT: Int[Array, "B T"], stride: int, padded_length: int) -> tuple[Spread, Int[Array, "B U"]]:
+def plan_spread(segments_BT: Int[Array, "B T"], stride: int, padded_length: int) -> tuple[Spread, Int[Array, "B U"]]:
     """Return (index maps, segments of the padded sequence), for a padded length that is a multiple of the stride.
 
     Padding has the segment of the token before it.

@@ -83,7 +83,7 @@ class Callback:
         """Called when a save starts; the checkpoint is written in the background."""
 
     def on_end(self, run: TrainingRun) -> None:
-        """Called once at the end of the run, after its rows are written, even if it fails."""
+        """Called once at the end of the run, after its rows are written, even if a step fails."""
 
 
 class EachStep(Callback):

@@ -37,14 +37,18 @@ _ATTENTION_BLOCK = 128  # the padded length of attention is a multiple of this
 def make_train_step(
     objective: Objective, training: Training = Training()
 ) -> Callable[[TrainState, Batch, Hyperparameters], tuple[TrainState, Metrics]]:
-    """Return the train step for an objective; `training` says what is trained and with which optimizer."""
+    """Return the train step for an objective; `training` says what is trained and with which optimizer.
+
+    Hyperparameters are an argument; `compile_train_step` binds a run's own.
+    """
 
     def train_step(state: TrainState, batch: Batch, h: Hyperparameters) -> tuple[TrainState, Metrics]:
         # Gradients, summed over the tokens of all microbatches and divided once: every token has the same weight.
         trained, frozen = training.split(state.model)
         dropout_key = jax.random.fold_in(jax.random.key(h.seed), state.step) if drops(state.model) else None
+        # Of stochastic rounding: of sums over microbatches, and of the update.
         sum_salt, update_salt = (salt_of(h.seed, state.step, purpose) for purpose in range(2))
-        batch = batch._replace(carry=state.carry)
+        batch = batch._replace(carry=state.carry)  # None for most objectives
         summed, (sums, health, carry) = summed_gradients(objective, trained, frozen, batch, dropout_key, sum_salt)
         tokens = sums["loss"].weight
         scale = 1.0 / jnp.maximum(tokens, 1.0)
@@ -57,7 +61,8 @@ def make_train_step(
         is_empty = tokens == 0
         measured_M = jnp.stack([metrics[name] for name in spikes.MEASURES])
         scores_M = spikes.scores(state.recent, measured_M)
-        is_spike = (jnp.max(scores_M) > h.spike_score) & ~is_empty
+        is_spike = (jnp.max(scores_M) > h.spike_score) & ~is_empty  # spike_score is infinite to ignore spikes
+        # NaN is not remembered.
         recent = spikes.remember(state.recent, jnp.where(is_empty, jnp.nan, measured_M), is_spike)
         is_good = jnp.isfinite(measured_M).all() & ~(is_spike & (h.skip_spikes > 0))
         metrics |= {f"spike_score/{name}": score for name, score in zip(spikes.MEASURES, scores_M, strict=True)}
@@ -137,7 +142,7 @@ def compile_train_step(
 
 @functools.lru_cache(CACHED)
 def _train_step(key: ProgramKey, mesh: Mesh, most_documents: int | None, length: int | None) -> CompiledStep:
-    cfg = key.cfg
+    cfg = key.cfg  # only settings that `ProgramKey.of` lists: all others are defaults here
     out = (state_shardings(key, mesh), named_sharding(mesh))  # metrics are replicated: every process reads them
     objective = objective_for(key, most_documents, length, unroll=cfg.train.unroll == "yes")
     step = make_train_step(objective, Training.of(cfg))
@@ -153,7 +158,7 @@ def objective_for(
     key: ProgramKey, most_documents: int | None, length: int | None, *, unroll: bool = False, evaluates: bool = False
 ) -> Objective:
     """Return the objective, with its model executed as the settings say; `length` is the padded attention length."""
-    train = key.cfg.train
+    train = key.cfg.train  # only settings that `ProgramKey.of` lists
     execution = Execution(
         train.dtype, train.kept, train.attention, most_documents, length,
         unroll=unroll, evaluates=evaluates, float8=train.matmul_dtype == "float8",

@@ -79,18 +79,18 @@ def run(
     """
     clock = WallClock(SIGNALS.process_start_time())
     join(cfg)  # the other processes, if there are any
-    requested, (cfg, mesh) = cfg, resolve(cfg)
+    requested, (cfg, mesh) = cfg, resolve(cfg)  # `auto` settings are resolved, and the mesh is made
     with Watch(stall_timeout=cfg.train.stall_timeout) as watch, contextlib.ExitStack() as stack:
         shown = not quiet and jax.process_index() == 0 and not logs.caller_prints()
         reporter = run_record.make_reporter(cfg.telemetry, cfg.train.total_steps, shown=shown)
         stack.enter_context(logs.showing(reporter if shown else None, cfg.telemetry.log_level))
         stack.callback(reporter.end)
         run_record.describe_devices(requested.mesh, cfg.mesh, cfg.data.batch_size, cfg.optim.learning_rate)
-        estimate = from_leader(lambda: preflight(cfg, mesh, no_preflight=no_preflight))
+        estimate = from_leader(lambda: preflight(cfg, mesh, no_preflight=no_preflight))  # process 0 decides for all
 
         # Data and run directory. Settings that do not fit are rejected here, before anything is written.
         inputs = open_inputs(cfg, mesh, watch, stack)
-        cfg = inputs.cfg
+        cfg = inputs.cfg  # with the run directory, and steps for --epochs
         on_open(str(inputs.folder))
         use_compilation_cache(inputs.folder.path)
         reporter.floor, reporter.total = inputs.floor[0] if inputs.floor else None, cfg.train.total_steps
@@ -105,7 +105,7 @@ def run(
 
 
 class Trainer:
-    """A run in progress. Callbacks receive it; `TrainingRun` lists what they may use."""
+    """A run in progress. Callbacks receive it; `TrainingRun` (callbacks.py) lists what they may use."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Trainer:
         shapes = sharded_abstract_state(cfg, mesh)
         compiling = self.step_fn.compile_in_background(shapes, inputs.abstract_batch(inputs.source, cfg.train.grad_accum, mesh))
         self.start = start = starting_state(cfg, mesh, store, inputs.source)
-        self.state, self.step = start.state, start.step
+        self.state, self.step = start.state, start.step  # `state.step` counts updates only, without skipped steps
         store.warm_up(saved_part(start.state, cfg.lora))
         if start.own and "clock" in start.values:
             clock.resume(start.values["clock"], written=self.folder.completed_at(start.step), row=self.folder.last_row())
@@ -143,7 +143,7 @@ class Trainer:
         # Write run.json, open metrics.jsonl and eval.jsonl.
         record = run_record.record(inputs, mesh, start, invocation)
         self.repeats_evaluation = inputs.evaluator is not None and start.evaluation_missing(cfg.train)
-        evaluated = start.step - self.repeats_evaluation
+        evaluated = start.step - self.repeats_evaluation  # an evaluation to repeat gets a new row
         self.telemetry = run_record.open_telemetry(inputs, record, evaluated=evaluated, step=start.step, sinks=sinks)
         self.saver = Saver(
             store, record.texts, owner=inputs.owner, last=start.step if start.own else None,
@@ -179,11 +179,11 @@ class Trainer:
         span: dict[str, int] = {"start_step": start.step, "stop_step": max(start.step, cfg.train.total_steps)}
         rows = host_batches(cfg.data, source, self.mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, **span)
         add_fields = self.inputs.feed.reader(source)
-        feed = prefetched(rows, self.mesh, lambda batch: add_fields(self.state.model, batch))
+        batches = prefetched(rows, self.mesh, lambda batch: add_fields(self.state.model, batch))
         run_record.describe_epochs(self.inputs)
         self.reporter.begin(start.step)
         try:
-            with contextlib.closing(rows), contextlib.closing(feed), SIGNALS.at_work():
+            with contextlib.closing(rows), contextlib.closing(batches), SIGNALS.at_work():
                 self.notify("on_begin")
                 if self.step >= cfg.train.total_steps or self.out_of_patience:
                     longer = "--total-steps" if cfg.train.epochs is None else "--epochs"
@@ -195,7 +195,7 @@ class Trainer:
                         self.evaluations.record_answers(self.state, self.inputs.tokenizer)
                     if self.repeats_evaluation:
                         self.evaluate()
-                    self._loop(feed)
+                    self._loop(batches)
                 if self.step > start.step or not self.store.steps():  # --resume-from: no checkpoint in this directory yet
                     self.save(wait=True)
                 return self._finish()
@@ -204,37 +204,37 @@ class Trainer:
             self.telemetry.close()
             self.notify("on_end")
 
-    def _loop(self, feed: Iterator[Batch]) -> None:
+    def _loop(self, batches: Iterator[Batch]) -> None:
         """Take steps until the last one, or until a signal, --patience or a callback stops the run.
 
         The host dispatches a step, then reads the metrics of the previous one; it never waits for the latest step.
         """
-        cfg, meter, watch, clock = self.cfg.train, self.meter, self.watch, self.clock
-        due = lambda interval: self.step == cfg.total_steps or (interval > 0 and self.step % interval == 0)
+        train, meter, watch, clock = self.cfg.train, self.meter, self.watch, self.clock
+        due = lambda interval: self.step == train.total_steps or (interval > 0 and self.step % interval == 0)
         meter.reset()
         # An implicit transfer in here (a stray float(), a numpy argument) is an error.
         with jax.transfer_guard("disallow"):
-            while self.step < cfg.total_steps:
+            while self.step < train.total_steps:
                 step = self.step + 1
                 watch.set_phase(f"reading the batch of step {step}", working=True)
-                if watch.should_stop() or self._stop_reason:
+                if watch.should_stop() or self._stop_reason:  # after a signal, all processes stop at the same step
                     break
                 waiting_since = time.perf_counter()
                 clock.enter("input")
-                batch = next(feed)
+                batch = next(batches)
                 clock.enter("step")
                 meter.data_wait += time.perf_counter() - waiting_since
 
                 watch.set_phase(f"step {step}", working=True)
                 self.notify("before_step")
-                self.state, metrics = self.step_fn(self.state, batch)
+                self.state, metrics = self.step_fn(self.state, batch)  # hyperparameters are bound to it
                 self.step = step
                 self.notify("after_step")
                 self._read_pending()
                 self._pending = step, metrics
 
-                to_save = self.saver.retry_due() or self._save_requested or due(cfg.checkpoint_interval)
-                to_evaluate = due(cfg.eval_interval)
+                to_save = self.saver.retry_due() or self._save_requested or due(train.checkpoint_interval)
+                to_evaluate = due(train.eval_interval)
                 if to_evaluate or to_save:
                     self._read_pending()
                     paused = time.perf_counter()
@@ -287,7 +287,7 @@ class Trainer:
         if is_short and self.out_of_patience:
             best = evaluations.best
             self._stop_reason = f"no better evaluation in {best.since} after step {best.step} (--patience)"
-        if SIGNALS.caught is not None or (is_short and not self._stop_reason):
+        if self.watch.should_stop() or (is_short and not self._stop_reason):
             raise Interrupted(self.step, str(self.folder))
         if self._stop_reason:
             log.info(f"the run ends at step {self.step}: {self._stop_reason}")

@@ -19,7 +19,7 @@ from nash_mhc.data.stories import StoryRows
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.model import LM
 from nash_mhc.model.protocol import Execution
-from nash_mhc.ops.spread import gather, plan, spread
+from nash_mhc.ops.spread import gather, spread
 from nash_mhc.parallel.sharding import shardings
 from nash_mhc.train.step import make_objective, padded_attention_length
 
@@ -43,7 +43,7 @@ def positions(segments):
     return slots - np.maximum.accumulate(np.where(begins, slots, 0), axis=-1)
 
 
-planned, gathered = jax.jit(plan, static_argnums=(1, 2)), jax.jit(gather)
+planned, gathered = jax.jit(plan_spread, static_argnums=(1, 2)), jax.jit(gather)
 LENGTHS = ([7, 13, 5, 9], [1, 1, 1, 2, 3], [48], [4, 8, 12], [47], [3, 30, 6, 2, 1])
 
 
