@@ -230,6 +230,7 @@ SMALL = (
 ).split()
 
 
+@pytest.mark.long
 def test_the_core_trains_without_a_kit(tmp_path):
     shutil.copytree(
         ROOT / "nash_mhc", tmp_path / "nash_mhc", ignore=shutil.ignore_patterns("__pycache__", "recursive", "quantize")

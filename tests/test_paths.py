@@ -68,10 +68,10 @@ def test_an_unknown_scheme_is_refused_by_name(words, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     command, *argv = (word.replace("X", NAME) for word in words)
     monkeypatch.setattr(sys, "argv", [command, *argv])
-    of_kits = kits.commands()
-    main = (
-        kits.load(of_kits[command].main) if command in of_kits else importlib.import_module(f"nash_mhc.{command}.__main__").main
-    )
+    if command in kits.COMMANDS:
+        main = kits.load(kits.COMMANDS[command].main)
+    else:
+        main = importlib.import_module(f"nash_mhc.{command}.__main__").main
     code = one_line_errors(main)
     out, err = capsys.readouterr()
     assert code == 2 and out == "" and err.count("\n") == 1

@@ -54,7 +54,8 @@ class NashMhcConfig(PretrainedConfig):
         rope_scaling_text: str | None = None,  # the nash_mhc setting that both come from; not used here
         norm_eps: float = 1e-6, qk_norm: bool = True, qkv_bias: bool = False, tied_embeddings: bool = True,
         embed_scale: str = "unit",  # multiply embeddings by sqrt(width); "table": do not
-        ffn_kind: str = "swiglu", mixer: str | None = None, pattern: str | None = None,  # only these are supported
+        # Only these are supported.
+        ffn_kind: str = "swiglu", mixer: str | None = None, pattern: str | None = None, value_embeddings: int = 0,
         max_position_embeddings: int | None = None,  # training sequence length; longer inputs work
         use_cache: bool = True,
         bos_token_id: int | None = None, eos_token_id: int | None = None, pad_token_id: int | None = None,
@@ -70,6 +71,7 @@ class NashMhcConfig(PretrainedConfig):
         self.rope_theta, self.rope_multipliers, self.rope_amplitude = rope_theta, rope_multipliers, rope_amplitude
         self.rope_scaling_text = rope_scaling_text
         self.ffn_kind, self.mixer, self.pattern = ffn_kind, mixer, pattern
+        self.value_embeddings = value_embeddings
         self.max_position_embeddings, self.use_cache = max_position_embeddings, use_cache
         kwargs.setdefault("tie_word_embeddings", tied_embeddings)
         super().__init__(bos_token_id=bos_token_id, eos_token_id=eos_token_id, pad_token_id=pad_token_id, **kwargs)

@@ -34,11 +34,18 @@ def a_value(key: parsing.Key) -> tuple[str, object]:
         # other keys just take it.
         special = {"model.heads": 96, "model.kv_heads": 1, "model.head_dim": 34, "optim.warmup_steps": 3}
         special |= {"model.scales": 2, "model.ratio": 2, "model.window": 320, "data.seq_len": 320}
-        special |= {"model.nash_iterations": 7, "model.streams": 7, "model.conv_taps": 7, "model.full_every": 2}
+        special |= {
+            "model.nash_iterations": 7,
+            "model.streams": 7,
+            "model.conv_taps": 7,
+            "model.full_every": 2,
+            "model.value_embeddings": 2,
+        }
         number = special.get(key.path, 97)
         return str(number), number
     special_text = {"telemetry.profile": "5:7", "model.rope_scaling": "linear,factor=2", "quantize.weights": "3/0,none"}
     special_text |= {"mesh.platform": "tpu,cpu", "train.remat_keep": "qkv,ffn-up", "kit": A_KIT, "model.pattern": "full*2"}
+    special_text |= {"optim.rate_factors": "matrix=2"}
     text = special_text.get(key.path, "some text")
     return text, text
 
@@ -53,6 +60,7 @@ def test_every_key_by_flag_path_short_form_and_yaml(path, write):
     both = ["--format", "fields", "--prompt-template", "{q}", "--response-template", "{a}"]  # neither without the other
     needed = {"train.init_step": ["--init-from", "runs/base"], "train.remat_keep": ["--remat", "dots"]}
     needed |= {"data.prompt_template": both, "data.response_template": both, "model.mixer": ["--model-scales", "1"]}
+    needed |= {"optim.rate_factors": ["--optimizer", "normuon"]}
     needed |= {f"distill.{name}": ["--objective", "distill"] for name in ("teacher", "layers", "anchor")}
     for argv in ways:
         parsed = parsing.parse([*needed.get(path, []), *argv])

@@ -32,7 +32,7 @@ SECTIONS = (ModelConfig, DataConfig, MeshConfig, OptimConfig, TrainConfig, Objec
 def load_plain_schema():
     """schema.py as a user's script imports it:
     without the runtime type checks of this suite, which would speak first."""
-    names = [f"nash_mhc.config.{name}" for name in ("fields", "sections", "model", "schema")]
+    names = [f"nash_mhc.config.{name}" for name in ("fields", "sections", "optim", "model", "schema")]
     checked = {name: sys.modules[name] for name in names}
     try:
         for name in names:

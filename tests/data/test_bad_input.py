@@ -143,6 +143,5 @@ def test_prepared_rows_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> No
     assert "sequence length 64, but this run uses 128; use --seq-len 64" in refused(own, seq_len=128)
     aligned = refused(own, ratio=64, window=None)
     assert (
-        "documents start at multiples of 16, but this model needs 64; prepare the data again with the run's --model-size"
-        in aligned
+        "documents start at multiples of 16, this model needs 64; prepare the data again with the run's --model-size" in aligned
     )

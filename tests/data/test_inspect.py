@@ -109,7 +109,7 @@ def test_statistics_of_a_prepared_folder(
         (["{out}", "--row", "9999"], r"--row 9999: split 'train' has rows 0 to \d+"),
         (["{out}", "--step", "0"], r"--step must be at least 1, not 0; steps are counted as in metrics\.jsonl"),
         (["{out}", "--step", "1", "--row", "8"], r"--row 8: a step of this run has rows 0 to 7"),
-        (["{out}", "--split", "test"], r"has no rows of split 'test', there is train and validation"),
+        (["{out}", "--split", "test"], r"has no rows of split 'test'.*train and validation"),
         (["{src}"], r"src: neither prepared data nor a run"),
         ([], r"no folder given"),
         (["{out}", "--stp", "1"], r"unknown flag --stp; did you mean --step\?"),
@@ -131,7 +131,7 @@ def test_damaged_and_changed_data_is_reported(tmp_path: Path, facts: Path) -> No
     data = bytearray(origins.read_bytes())
     data[-1] ^= 1
     origins.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"train-00000\.origins: its content has changed"):
+    with pytest.raises(ConfigError, match=r"train-00000\.origins: .*content has changed"):
         of_prepared(prepared, "train", None, 0)
 
 

@@ -132,7 +132,7 @@ def test_data_without_a_test_part_keeps_its_identity(tmp_path: Path, monkeypatch
         ({"test_fraction": 0.1, "eval_split": "test"}, "--test-split test: is already the --eval-split"),
         (
             {"test_fraction": 0.1, "max_documents": 2},
-            "--test-fraction 0.1: 2 different documents .*3 parts",
+            "--test-fraction 0.1: 2 different documents .*3 ",
         ),
     ],
 )

@@ -178,7 +178,7 @@ def test_a_changed_truncated_or_missing_shard_is_reported(tmp_path: Path) -> Non
         flipped = bytearray(good)
         flipped[at] ^= 1
         file.write_bytes(flipped)
-        with pytest.raises(ConfigError, match=r"train-00000\.rows: its content has changed since it was prepared"):
+        with pytest.raises(ConfigError, match=r"train-00000\.rows: .*content has changed"):
             PreparedRows(tmp_path / "out", "train")
     file.write_bytes(good[:-1])
     with pytest.raises(ConfigError, match=r"train-00000\.rows: has [\d,]+ bytes instead of [\d,]+"):

@@ -19,7 +19,7 @@ from nash_mhc.data.stories import StoryRows
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.model import LM
 from nash_mhc.model.protocol import Execution
-from nash_mhc.ops.spread import gather, spread
+from nash_mhc.ops.spread import gather, plan_spread, spread
 from nash_mhc.parallel.sharding import shardings
 from nash_mhc.train.step import make_objective, padded_attention_length
 

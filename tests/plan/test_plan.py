@@ -200,6 +200,7 @@ def test_one_chip_is_no_mesh_of_eight(monkeypatch, capsys):
     assert code == 2 and re.search(r"needs 3 chips.*v6e-1 has 1", err)
 
 
+@pytest.mark.long
 def test_where_nothing_fits_the_nearest_that_does_is_named(monkeypatch, capsys):
     cfg, at = presets.run("3b"), machine("v6e-1", chips())
     assert {c.fits for c in candidates(cfg, at, {})} == {"no"}
@@ -223,8 +224,8 @@ MEASURED = [
     ("1b", {**DENSE, "residual": "plain"}, 8, 4096, "dots", "auto", 77_203),
     ("1b", {**DENSE, "residual": "plain"}, 16, 4096, "dots", "auto", 79_325),
     ("small", {**DENSE, "residual": "plain"}, 16, 2048, "none", "auto", 554e3),
-    ("small", EARLIER, 16, 2048, "none", "auto", 327e3),
-    ("small", EARLIER, 8, 8192, "none", "no", 270.9e3),
+    pytest.param("small", EARLIER, 16, 2048, "none", "auto", 327e3, marks=pytest.mark.long),
+    pytest.param("small", EARLIER, 8, 8192, "none", "no", 270.9e3, marks=pytest.mark.long),
     ("small", {**DENSE, "residual": "mhc"}, 8, 8192, "none", "no", 319.5e3),
     ("1b", {**DENSE, "residual": "plain"}, 8, 4096, "dots+ffn-up", "auto", 84_810),
     ("1b", EARLIER, 8, 4096, "dots+ffn-up", "auto", 65_090),

@@ -57,6 +57,7 @@ def walk(line, folder, *, depth=2, code=0, done=None):
     return done
 
 
+@pytest.mark.long
 def test_the_command_that_a_stopped_run_prints_continues_it(tmp_path):
     run, flags = (
         tmp_path / "my run",
