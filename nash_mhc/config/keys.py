@@ -44,7 +44,7 @@ FURTHER = {
     "tuning": "fine-tuning: templates, epochs, early stopping, the final checkpoint",
     "lora": "LoRA fine-tuning of the model in --init-from",
     "precision": "precision and memory: dtypes of weights, moments and matmuls, remat",
-    "profile": "default batch size and learning rate for a device type",
+    "defaults": "default batch size and learning rate for a device type (--profile-for)",
     "telemetry": "telemetry: Weights & Biases, JSON logs, profiles, samples",
 }
 

@@ -228,7 +228,9 @@ class ModelConfig(ArchitectureConfig):
         "weights of the scales: nash (a small game), convex (softmax over all keys of all scales), mean (equal)",
         choices=("nash", "convex", "mean"),
     )
-    nash_iterations: int = key(3, "iterations of the game that weights the scales (--model-aggregation nash)", low=1, high=64)
+    nash_iterations: int = key(
+        3, "iterations of the game that computes these weights (--model-aggregation nash)", low=1, high=64
+    )
     residual: str = key(
         "mhc-layer",
         "residual connection: mhc (streams mixed in every sub-layer), mhc-layer (once per layer), or plain",
@@ -251,7 +253,7 @@ class ModelConfig(ArchitectureConfig):
     )
     ffn_kind: str = key("swiglu", "type of the feed-forward layers", choices=FFNS, further="layers")
     value_embeddings: int = key(
-        0, "one layer in this many adds a second embedding of each token to its values (0: none)", low=0, further="layers"
+        0, "every N-th layer adds a learned embedding of each token to its attention values (0: none)", low=0, further="layers"
     )
     mixer: str | None = key(
         None,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from nash_mhc.config.fields import ConfigError, Section, key
 
-# Groups of parameters with learning rates of their own under `normuon`, as factors on the learning rate. A model that
-# uses one table as embedding and head has the group `tied`. docs/experiments.md compares the factors.
+# Parameter groups of `normuon` and the default multipliers of their learning rates. A model that uses one table as
+# embedding and head has the group `tied`. docs/experiments.md compares the factors.
 RATE_FACTORS = {
     "matrix": 9.5, "embedding": 9.0, "tied": 3.0, "value": 76.0, "head": 0.5, "gate": 0.25, "vector": 4.0,
 }  # fmt: skip
@@ -43,7 +43,8 @@ class OptimConfig(Section):
     train_only: str | None = key(None, "parameters to train, written as for --freeze; all others are frozen")
     rate_factors: str | None = key(
         None,
-        f"factors of normuon's rates on the learning rate, such as embedding=2,head=1; groups: {', '.join(RATE_FACTORS)}",
+        "learning-rate multipliers of normuon's parameter groups, such as embedding=2,head=1; groups: "
+        + ", ".join(RATE_FACTORS),
         further="tuning",
     )
     schedule: str = key("cosine", "learning rate schedule after the warm-up", choices=("cosine", "wsd", "constant"))
@@ -52,9 +53,9 @@ class OptimConfig(Section):
     b1: float = key(0.9, "decay of AdamW's first moment", low=0, high=1)
     b2: float = key(0.95, "decay of AdamW's second moment", low=0, high=1)
     eps: float = key(1e-8, "epsilon of AdamW", above=0)
-    max_grad_norm: float = key(1.0, "clip gradients to this global norm (0: no clipping)", low=0)
+    max_grad_norm: float = key(1.0, "clip gradients to this global norm (0: no clipping; normuon never clips)", low=0)
     z_loss: float = key(0.0, "weight of the squared log-partition term in the loss", low=0)
-    sparsity: float = key(0.0, "weight in the loss of the entropy of the attention scales' weights", low=0)
+    sparsity: float = key(0.0, "weight of the entropy penalty on the mixing weights of the attention scales", low=0)
     ema_decay: float = key(0.0, "decay of the averaged weights (0: no averaging)", low=0, high=0.999999)
 
     def __post_init__(self) -> None:

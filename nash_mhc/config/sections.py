@@ -53,10 +53,13 @@ class DataConfig(Section):
         None, "template of the response for --format fields; only the response counts in the loss", further="tuning"
     )
     test_fraction: float = key(
-        0.0, "fraction of the documents to hold out for a test at the end of the run", low=0, high=0.9, further="tuning"
+        0.0, "fraction of the documents to hold out for the test at the end of the run", low=0, high=0.9, further="tuning"
     )
     test_split: str | None = key(
-        None, "existing split for the test at the end (none: `test`, if --test-fraction is set)", further="tuning"
+        None,
+        "split to test on at the end of the run; --test-fraction creates it if the data has none of this name (none: "
+        "`test` if --test-fraction is set, else no test)",
+        further="tuning",
     )
     max_documents: int | None = key(None, "read at most this many documents (none: all)", low=1)
     tokenizer: str = key(
@@ -64,8 +67,8 @@ class DataConfig(Section):
     )
     begin_with_end: bool = key(
         True,
-        "start each document with the end-of-text token if the tokenizer adds no begin token; false for tokenizers of "
-        "Hugging Face models",
+        "start each document with the end-of-text token if the tokenizer adds no begin token (default for tokenizers of "
+        "Hugging Face models: false)",
         further="tuning",
     )
     streaming: bool = key(False, "pack sequences during training instead of preparing the data first")
@@ -124,10 +127,11 @@ class MeshConfig(Section):
     )
     profile_for: str | None = key(
         None,
-        "use the default batch size and learning rate for this device type; your own flags override them",
+        "use the default batch size and learning rate for this device type (unrelated to --profile); your own flags override "
+        "them",
         choices=PLATFORMS,
         flag="profile-for",
-        further="profile",
+        further="defaults",
     )
     coordinator_address: str | None = key(
         None, "HOST:PORT of process 0 (none: as set by the scheduler, if any)", flag="coordinator-address"

@@ -27,8 +27,8 @@ class QuantizeConfig(Section):
 
     weights: str | None = key(
         None,
-        f"train with quantized weights: {', '.join(PRESETS)} (q2a4: 2-bit MLP, 4-bit attention), or bits/rank of the "
-        "scales of MLP,attention, such as 2/32,4/8 (rank 0: one scale per group; none: not quantized)",
+        f"train with quantized weights: {', '.join(PRESETS)} (q2a4: 2-bit MLP, 4-bit attention), or BITS/RANK "
+        "(or none) for MLP and attention, such as 2/32,4/8, where RANK is that of the low-rank scales (0: one scale per group)",
         flag="quantize",
     )
     group: int = key(32, "inputs that share a scale at rank 0, and in the initial scales of any rank", low=2)
@@ -38,7 +38,8 @@ class QuantizeConfig(Section):
     magnitudes: bool = key(False, "split scales into unit vectors and trained magnitudes")
     rest: float = key(
         0.0,
-        "freeze magnitudes whose relative change stays below this in two successive windows of 100 steps (0: never)",
+        "freeze magnitudes at rest: those whose relative change stays below this in two successive windows of 100 steps "
+        "(0: never)",
         low=0,
         high=1,
     )
@@ -61,7 +62,7 @@ class QuantizeConfig(Section):
         matches = [re.fullmatch(r"([234])/(\d+)", word) for word in words]
         if len(words) != 2 or not all(match or word == "none" for match, word in zip(matches, words, strict=True)):
             raise ConfigError(
-                f"--quantize {self.weights}: must be {', '.join(PRESETS)}, or bits (2, 3 or 4) and scale rank of MLP and "
+                f"--quantize {self.weights}: must be {', '.join(PRESETS)}, or BITS/RANK (2, 3 or 4 bits; or none) for MLP and "
                 "attention, such as 2/32,4/8"
             )
         mlp, attention = (Bits(int(match[1]), int(match[2])) if match else None for match in matches)
