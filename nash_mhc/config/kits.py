@@ -127,8 +127,9 @@ def _use(folder: str, recorded: bool) -> None:
     if name in all_kits() and folder in importlib.import_module(f"{_PACKAGE}.{name}").__path__:
         return  # a kit of the package
     if not (Path(folder) / "__init__.py").is_file() or not name.isidentifier():
-        remedy = "give its new place with --kit" if recorded else "give a folder whose __init__.py defines KIT"
-        raise ConfigError(f"--kit {folder}: is not a kit; {remedy}")
+        moved = "if the kit of this run has moved, pass its new path with --kit"
+        remedy = moved if recorded else "pass a folder whose __init__.py defines KIT"
+        raise ConfigError(f"--kit {folder}: there is no kit in this folder; {remedy}")
     if name in all_kits():
         raise ConfigError(f"--kit {folder}: a kit named {name} exists already; rename the folder")
     package, before = importlib.import_module(_PACKAGE), os.environ.get(OUTSIDE)

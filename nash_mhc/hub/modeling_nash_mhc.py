@@ -124,9 +124,9 @@ class LayerCache:
         self.rows: dict[str, Tensor] = {}
 
     def extend(self, name: str, new_BI: Tensor, count_B: Tensor, keep: int, zeros: int = 0) -> Tensor:
-        """Return the cached rows followed by the new ones, and cache the last `keep`, counting `count_B` new ones.
+        """Return the cached rows followed by the new ones, and cache the last `keep` rows.
 
-        `zeros`: rows of zeros before the first token.
+        Only the first `count_B` new rows are real, the rest is padding. `zeros`: rows of zeros before the first token.
         """
         old = self.rows.get(name)
         if old is None:
@@ -167,7 +167,7 @@ def to_nash_cache(cache: Any, config: NashMhcConfig, batch: int, device: torch.d
     if not hasattr(cache, "get_seq_length") or cache.get_seq_length():
         raise ValueError(
             f"past_key_values is a {type(cache).__name__} that already holds tokens, which Nash-MHC cannot use; omit it, or "
-            "pass an empty cache or the one of an earlier output"
+            "pass an empty cache or the past_key_values that this model returned"
         )
     cache.__dict__.clear()
     cache.__class__ = NashMhcCache

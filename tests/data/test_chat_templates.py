@@ -121,7 +121,7 @@ def test_messages_that_a_chat_template_rejects_are_reported(tmp_path: Path, with
     with pytest.raises(ConfigError, match=r"^qa:7: .* rejects these messages \(Only user and assistant\)"):
         learned(messages([("system", "x"), *CHAT]), with_template(INST), **told)
     forgetful = with_template(FORGETFUL)
-    message = r":2: the tokenizer's chat template rewrites the text before message 4 .*; use one answer per record"
+    message = r":2: .*message 4.* chat template .*; use one answer per record"
     file = write(tmp_path / "chat.jsonl", [messages(CHAT[:2]), messages(CHAT)])
     with pytest.raises(ConfigError, match=rf"chat\.jsonl{message}"):
         prepared(tmp_path / "out", file, forgetful, template="tokenizer")

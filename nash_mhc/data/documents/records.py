@@ -211,7 +211,7 @@ def conversation(messages: Sequence[Message], where: str, form: Mapping[str, Any
         for count, prompts_answer in ((number, True), (number + 1, False)):
             longer = _render(form, plain[:count], prompts_answer, where)
             if not longer.startswith(rendered):
-                problem = f"the tokenizer's chat template rewrites the text before message {number + 1} when it is added"
+                problem = f"with message {number + 1}, the tokenizer's chat template changes the text of the messages before it"
                 raise ConfigError(f"{where}: {problem}; use one answer per record, or give a --template")
             rendered = longer
             borders.append(len(rendered))
