@@ -121,8 +121,8 @@ def layouts(
 def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, also_smaller: bool = False) -> list[Candidate]:
     """Return all layouts that divide, best first: those that fit, then by speed, then by free memory.
 
-    The settings that the user has `given` stay: a mesh, remat or gradient accumulation. With `also_smaller`, if nothing
-    fits easily, also try bfloat16 weights and moments; they come after float32 layouts that fit.
+    The settings that the user has `given` stay: a mesh, remat or gradient accumulation. With `also_smaller`, if no
+    layout has `fits` = yes, also try bfloat16 weights and moments; they come after float32 layouts that fit.
     """
     axes = {axis: given[f"mesh.{axis}"] for axis in cfg.mesh.axes if given.get(f"mesh.{axis}", -1) != -1}
     is_set = "train.remat" in given or "train.remat_keep" in given

@@ -47,11 +47,11 @@ class Times(NamedTuple):
         return max(self.compute + self.memory + self.exchange, self.gather)
 
     @property
-    def binds(self) -> str:
-        """Return what takes most of the time."""
+    def bound_by(self) -> str:
+        """Return what takes most of the time, by the name of its column in `plan`."""
         if self.gather >= self.compute + self.memory + self.exchange:
-            return "network"
-        return max(("compute", self.compute), ("memory", self.memory), ("exchange", self.exchange), key=lambda x: x[1])[0]
+            return "net"
+        return max(("compute", self.compute), ("memory", self.memory), ("tp", self.exchange), key=lambda x: x[1])[0]
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def row(c: Candidate, machine: Machine, tokens: float | None) -> dict[str, Any]:
         "memory_s": c.speed.times.memory,
         "exchange_s": c.speed.times.exchange,
         "gather_s": c.speed.times.gather,
-        "binds": c.speed.times.binds,
+        "bound_by": c.speed.times.bound_by,
         "tokens_per_s": c.speed.tokens_per_s,
         "mfu": c.speed.mfu,
         "error": ERROR,
@@ -75,7 +75,7 @@ def _cells(row: Mapping[str, Any], categories: Sequence[str], tokens: float | No
         "GiB": _number(row["gib"]),
         **{_CATEGORIES[name]: _number(row["gib_by_category"][name]) for name in categories},
         **{head: _number(row[key] * 1e3) for head, key in times.items()},
-        "binds": row["binds"],
+        "bound by": row["bound_by"],
         "tok/s": short(row["tokens_per_s"]),
         "MFU": f"{row['mfu']:.0%}",
         **cost,
@@ -87,7 +87,7 @@ def table(rows: Sequence[dict[str, Any]], *, tokens: float | None) -> Table:
     cells = [_cells(row, categories, tokens) for row in rows]
     out = Table(box=None, pad_edge=False, header_style="bold")
     for head in cells[0]:
-        is_text = head in ("mesh", "remat", "batch", "dtype", "fits", "binds")
+        is_text = head in ("mesh", "remat", "batch", "dtype", "fits", "bound by")
         out.add_column(head, justify="left" if is_text else "right", no_wrap=True)
     for each in cells:
         out.add_row(*each.values())

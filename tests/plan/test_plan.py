@@ -258,7 +258,7 @@ def test_a_slower_chip_or_link_is_never_faster():
         slower = dataclasses.replace(at.chip, **{fact: getattr(at.chip, fact) / 50})
         after = speed(cfg, mesh, dataclasses.replace(at, chip=slower), memory)
         assert after.tokens_per_s < before.tokens_per_s
-        assert after.times.binds == {"tflops": "compute", "memory_gbps": "memory", "links_gbps": "exchange"}[fact]
+        assert after.times.bound_by == {"tflops": "compute", "memory_gbps": "memory", "links_gbps": "tp"}[fact]
 
 
 @pytest.mark.parametrize(("text", "number"), [("100B", 100e9), ("2.5e10", 2.5e10), ("300k", 3e5), ("7", 7.0)])
