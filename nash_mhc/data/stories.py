@@ -285,7 +285,7 @@ _QUESTIONS = (
     ("place", "Where did {hero} live?", "home", "The story says that {hero} lived in {home}."),
     ("friend", "Who lived with {hero}?", "friend", "The story says that {hero} lived with {friend}."),
     ("animal", "Which animal lived with {hero}?", "pet", "With {hero} there was a {pet}."),
-    ("colour", "Which colour had the {treasure}?", "colour", "The {treasure} of {hero} was {colour}."),
+    ("colour", "What colour was the {treasure}?", "colour", "The {treasure} of {hero} was {colour}."),
     ("treasure", "What was {colour}?", "treasure", "The {colour} thing was the {treasure} of {hero}."),
 )
 
