@@ -84,7 +84,10 @@ class _Program(NamedTuple):
     copies: int
 
     def seconds(self, arrays: Arrays, at_least: float, queued: int) -> float:
-        """Return the median seconds of one copy, with `queued` calls in flight, timed for `at_least` seconds."""
+        """Return the median run time per copy of the arrays, in seconds.
+
+        Measured over `at_least` seconds, with `queued` calls in flight.
+        """
         copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
         copies = [copy(arrays) for _ in range(self.copies)]
 

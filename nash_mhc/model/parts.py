@@ -25,8 +25,8 @@ from nash_mhc.parallel.sharding import constrain, mesh_axis, on_shards
 
 def init_matrix(key: PRNGKeyArray, shape: tuple[int, ...], fan_in: int, scale: float = 1.0) -> Float[Array, "..."]:
     """Sample a normal, truncated at two standard deviations, with variance scale^2 / fan_in."""
-    # Sampled flat, or as a matrix if large: with more axes, XLA on a CPU compiles several times as long. The summed
-    # axes come first, so that the axes which the mesh splits stay in front.
+    # Sampled flat, or as a matrix if large: with more axes, XLA on a CPU takes several times as long to compile.
+    # The matrix is (fan-in, rest). In both groups of merged axes, the axis that the mesh splits is the first.
     size = math.prod(shape)
     flat: tuple[int, ...] = (size,) if size < 1 << 20 else shape if len(shape) < 3 else (fan_in, size // fan_in)
     # Scale before the reshape: the same order of operations, hence the same bits, on every mesh.

@@ -121,13 +121,14 @@ def _update_matrix(
     direction = beta * to_float32(m) + (1 - beta) * g  # Nesterov's
     u = orthogonal(direction.reshape(stack, inputs, outputs), dtype)
 
-    # Each neuron's part is divided by its usual size; the norm of the whole stays that of an orthogonal matrix.
+    # Divide each neuron's update by its running RMS; keep the Frobenius norm of an orthogonal matrix.
     squares = jnp.mean(u**2, axis=1 if outputs >= inputs else 2, keepdims=True)
     new_v = _NEURON_DECAY * v.reshape(squares.shape) + (1 - _NEURON_DECAY) * squares
     u = _with_norm(u / jnp.sqrt(jnp.maximum(new_v, _TINY)), math.sqrt(min(inputs, outputs))).reshape(p.shape)
 
     change = -rate * u
-    change = change - jnp.where(change * p <= 0, rate * decay * to_float32(p), 0.0)  # only where both agree
+    # Cautious weight decay: only where update and decay have the same sign.
+    change = change - jnp.where(change * p <= 0, rate * decay * to_float32(p), 0.0)
     return select(1, to_float32(p) + change, p), m, select(2, new_v.reshape(v.shape), v), jnp.sum(change**2)
 
 

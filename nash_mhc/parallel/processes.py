@@ -215,7 +215,10 @@ _MARK = b"nash_mhc: "  # start of an answer; if JAX of an earlier run still list
 
 
 def roll_call(address: str, count: int, index: int, timeout: float) -> None:
-    """Wait until all processes have called process 0 at `address`; ConfigError in each names those that have not."""
+    """Wait until all processes have called process 0 at `address`.
+
+    After `timeout` seconds, raise ConfigError in every process, with the indices of the processes that have not called.
+    """
     host, _, port = address.rpartition(":")
     target = (host.strip("[]"), int(port))
     answer = _collect(target[1], count, timeout) if index == 0 else _report_to_leader(target, index, timeout)

@@ -172,7 +172,7 @@ def _thinned(rows: Sequence[Row]) -> list[Row]:
 
 
 def _interpolated(steps: list[float], values: list[float | None], step: float) -> float | None:
-    """Return the value at a step between those of the rows, or None after the last row."""
+    """Interpolate the values linearly at `step`; return None after the last row."""
     i = bisect.bisect_left(steps, step)
     if i == len(steps):
         return values[-1] if values and steps and step == steps[-1] else None

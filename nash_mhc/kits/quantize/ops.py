@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 _SHARES = np.linspace(0.25, 1.1, 35, dtype=np.float32)
 _TINY = 1e-8  # smallest scale
 _KMEANS_ITERATIONS = 30
-_ALTERNATIONS = 6  # of codes and scales in `fitted_product`
+_ALTERNATIONS = 6  # of codes and scales in `fit_product_scales`
 
 
 def uniform_levels(bits: int) -> Float[np.ndarray, "L"]:
@@ -125,10 +125,11 @@ def spread_groups(s_GO: Float[Array, "G O"], inputs: int) -> Float[Array, "I O"]
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def fitted_groups(w_IO: Float[Array, "I O"], group: int, levels_L: Float[Array, "L"]) -> Float[Array, "G O"]:
+def fit_group_scales(w_IO: Float[Array, "I O"], group: int, levels_L: Float[Array, "L"]) -> Float[Array, "G O"]:
     """Fit one scale per group of `group` inputs by squared error.
 
-    Tries several shares of the group's largest weight, and for the codes of each the least-squares scale.
+    Tries several fractions of the group's largest weight as the scale, and the least-squares scale for the codes that
+    each gives; returns the best.
     """
     w_GgO = w_IO.reshape(w_IO.shape[0] // group, group, w_IO.shape[1])
     largest_G1O = jnp.maximum(jnp.max(jnp.abs(w_GgO), axis=1, keepdims=True), _TINY)
@@ -161,7 +162,7 @@ def product_scales(a_IR: Float[Array, "*I R"], b_RO: Float[Array, "R *O"]) -> Fl
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def fitted_product(
+def fit_product_scales(
     w_IO: Float[Array, "I O"], group: int, rank: int, levels_L: Float[Array, "L"]
 ) -> tuple[Float[Array, "I R"], Float[Array, "R O"]]:
     """Fit two narrow matrices whose product scales every element, by squared error.
@@ -169,7 +170,7 @@ def fitted_product(
     Starts from the singular vectors of the groups' scales. Then alternates: codes for the current scales, then each
     row and each column by least squares for those codes. Returns the best iterate.
     """
-    s_GO = fitted_groups(w_IO, group, levels_L)
+    s_GO = fit_group_scales(w_IO, group, levels_L)
     u_GK, g_K, v_KO = jnp.linalg.svd(s_GO, full_matrices=False)
     root_K = jnp.sqrt(g_K)[:rank]
     a_IR = spread_groups(u_GK[:, :rank] * root_K[None], w_IO.shape[0])

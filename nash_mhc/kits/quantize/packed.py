@@ -77,7 +77,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def load_quantized(folder: str, step: int | None = None) -> Loaded:
-    """Load a run with its quantized weights, under the adapters of a LoRA run on one. May raise ConfigError."""
+    """Load a run with its quantized weights. May raise ConfigError.
+
+    For a LoRA run whose base is quantized, load that base and the adapters.
+    """
     loaded = load(folder, step)
     if loaded.config.lora.rank and format_of(folder) is None:  # `load` reads the base as plain arrays
         record = base_record(RunFolder(folder), loaded.step)

@@ -185,7 +185,7 @@ def _fitted(array: Array, *, inputs: int, bits: int, rank: int, cfg: QuantizeCon
     group = max(size for size in range(1, into[-1] + 1) if into[-1] % size == 0 and size <= cfg.group)
     levels_L, steps_K = jnp.asarray(ops.uniform_levels(bits)), None
     if cfg.levels == "table":
-        s_GO = ops.fitted_groups(w_IO, group, levels_L)
+        s_GO = ops.fit_group_scales(w_IO, group, levels_L)
         steps_K = ops.nearest_steps(w_IO / ops.spread_groups(s_GO, w_IO.shape[0]), bits)
         levels_L = ops.table_levels(steps_K)
     rest: dict[str, Any] = {
@@ -193,10 +193,10 @@ def _fitted(array: Array, *, inputs: int, bits: int, rank: int, cfg: QuantizeCon
         "seen_R": None, "rests_R": None,
     }  # fmt: skip
     if not rank:
-        scale = ops.fitted_groups(w_IO, group, levels_L).reshape(*into[:-1], into[-1] // group, *out)
+        scale = ops.fit_group_scales(w_IO, group, levels_L).reshape(*into[:-1], into[-1] // group, *out)
         return Quantized(array, scale, None, None, None, **rest)
     rank = min(rank, *w_IO.shape)
-    a_IR, b_RO = ops.fitted_product(w_IO, group, rank, levels_L)
+    a_IR, b_RO = ops.fit_product_scales(w_IO, group, rank, levels_L)
     magnitude_R = None
     if cfg.magnitudes:
         lengths_a, lengths_b = jnp.linalg.norm(a_IR, axis=0), jnp.linalg.norm(b_RO, axis=1)

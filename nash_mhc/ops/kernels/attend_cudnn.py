@@ -119,7 +119,7 @@ def _by_token(sums: Float[Array, "X N T"], documents: Documents | None, listed: 
 
 
 def _by_document(sums_BTN: Float[Array, "B T N"], listed: _DocumentList | None) -> Float[Array, "X N T"]:
-    """Invert `_by_token` for the queries of a part."""
+    """Invert `_by_token`; `sums_BTN` has only the queries of `listed`."""
     if listed is None:
         return sums_BTN.transpose(0, 2, 1)
     B, T, N = sums_BTN.shape

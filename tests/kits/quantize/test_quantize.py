@@ -32,7 +32,7 @@ def uniform_steps(bits):
 
 def by_groups(w, bits, group=32):
     levels = jnp.asarray(q.uniform_levels(bits))
-    s = spread_out(q.fitted_groups(w, group, levels), w.shape[0])
+    s = spread_out(q.fit_group_scales(w, group, levels), w.shape[0])
     return snap(w, s, levels), s, levels
 
 
@@ -58,7 +58,7 @@ def test_quantizing_twice_changes_nothing(bits):
     w = gaussian(seed=1)
     snapped, s, levels = by_groups(w, bits)
     np.testing.assert_array_equal(snap(snapped, s, levels), snapped)
-    scales = product_scales(*q.fitted_product(w, 32, 4, levels))
+    scales = product_scales(*q.fit_product_scales(w, 32, 4, levels))
     once = snap(w, scales, levels)
     np.testing.assert_array_equal(snap(once, scales, levels), once)
 
@@ -68,7 +68,8 @@ def test_a_product_of_high_rank_is_at_least_as_good_as_groups():
     w = gaussian() * (1 + np.arange(64, dtype=np.float32))[None] / 32  # outputs of different sizes, as in a trained model
     levels = jnp.asarray(q.uniform_levels(2))
     error = {
-        rank: relative_error(w, snap(w, product_scales(*q.fitted_product(w, 32, rank, levels)), levels)) for rank in (1, 8, 32)
+        rank: relative_error(w, snap(w, product_scales(*q.fit_product_scales(w, 32, rank, levels)), levels))
+        for rank in (1, 8, 32)
     }
     assert error[32] < error[8] < error[1] < 0.13
     assert error[32] < relative_error(w, by_groups(w, 2)[0])
@@ -78,7 +79,7 @@ def test_columns_of_zeros_are_fitted():
     w = gaussian(64, 8)
     w[:, 0] = w[:32, 1] = 0
     levels = jnp.asarray(q.uniform_levels(2))
-    for s in (by_groups(w, 2)[1], product_scales(*q.fitted_product(w, 32, 4, levels))):
+    for s in (by_groups(w, 2)[1], product_scales(*q.fit_product_scales(w, 32, 4, levels))):
         snapped = np.asarray(snap(w, s, levels))
         assert np.isfinite(snapped).all() and relative_error(w, snapped) < 0.2
         assert np.abs(snapped[:, 0]).max() < 1e-3
@@ -153,7 +154,7 @@ def test_the_initial_levels_of_a_table_are_the_means_of_their_cells(bits):
         return np.max(np.abs(np.array(means) / (scale * half) - 1))
 
     assert min(off(scale) for scale in np.linspace(0.1, 1, 200)) < 0.05
-    fitted = spread_out(q.fitted_groups(w, 32, levels), w.shape[0])
+    fitted = spread_out(q.fit_group_scales(w, 32, levels), w.shape[0])
     uniform = by_groups(w, bits)[0]
     assert relative_error(w, snap(w, fitted, levels)) < 1.1 * relative_error(w, uniform)
     assert spread(levels) < spread(jnp.asarray(q.uniform_levels(bits)))

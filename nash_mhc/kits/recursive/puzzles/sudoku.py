@@ -354,7 +354,7 @@ def _all_sources(box: int) -> np.ndarray:
 
 
 def _canonical(cells_PN: np.ndarray) -> np.ndarray:
-    """Return the smallest form of each puzzle, read as a number, with digits named in the order of appearance."""
+    """Return one number per puzzle: the smallest over its symmetric forms, digits renumbered by first appearance."""
     images = np.ascontiguousarray(cells_PN.T[_all_sources(2)].swapaxes(0, 1))  # [N, 128, P]
     is_digit = [images == digit for digit in range(1, 5)]
     first = np.stack([np.where(at.any(axis=0), at.argmax(axis=0), len(images)) for at in is_digit])
