@@ -358,12 +358,14 @@ class ModelConfig(ArchitectureConfig):
         return self.layers
 
     def divisible_sizes(self) -> list[DivisibleSize]:
+        values = DivisibleSize("value_embed", self.kv_heads * self.head_dim, "--model-kv-heads")
         return [
             DivisibleSize("embed", self.width, "--model-width"),
             DivisibleSize("heads", self.heads, "--model-heads"),
             DivisibleSize("kv_heads", self.kv_heads, "--model-kv-heads"),
             DivisibleSize("ffn", self.ffn, "--model-ffn"),
             DivisibleSize("vocab", self.padded_vocab, "--model-vocab-size"),
+            *([values] if self.value_embeddings else []),
         ]
 
     def check_rows(self, seq_len: int) -> None:

@@ -10,7 +10,7 @@ from nash_mhc.config.fields import ConfigError, Section, key
 # Parameter groups of `normuon` and the default multipliers of their learning rates. A model that uses one table as
 # embedding and head has the group `tied`. docs/experiments.md compares the factors.
 RATE_FACTORS = {
-    "matrix": 9.5, "embedding": 9.0, "tied": 3.0, "value": 76.0, "head": 0.5, "gate": 0.25, "vector": 4.0,
+    "matrix": 9.5, "embedding": 9.0, "tied": 3.0, "value": 76.0, "head": 0.5, "gate": 0.25, "vector": 4.0, "adapter": 1.0,
 }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def layout_settings(
 
 def smaller_precisions(optim: OptimConfig, lora: LoraConfig, precision: PrecisionConfig) -> Sequence[PrecisionConfig]:
     """Return the lower precisions that a run can have."""
-    return _SMALLER if optim.optimizer == "adamw" and not lora.rank and precision == PrecisionConfig() else ()
+    return _SMALLER if optim.optimizer in ("adamw", "normuon") and not lora.rank and precision == PrecisionConfig() else ()
 
 
 def smaller_remats(train: TrainConfig) -> list[Remat]:

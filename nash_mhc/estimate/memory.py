@@ -208,5 +208,5 @@ def _gathered(model: ArchitectureConfig, itemsize: int, mesh: Mapping[str, int],
         layer = _WITH_GRADIENTS * sum(numbers(leaf) for leaf in stacked)
     else:
         layer = sum(numbers(leaf) / leaf.layers for leaf in stacked)
-    tables = [numbers(leaf) for leaf in leaves if leaf.part == "parameters" and "vocab" in leaf.axes]
+    tables = [numbers(leaf) for leaf in leaves if leaf.part == "parameters" and "vocab" in leaf.axes and not leaf.layers]
     return (layer + max(tables, default=0.0)) * itemsize

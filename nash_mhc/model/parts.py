@@ -188,7 +188,7 @@ class ValueEmbedding(eqx.Module):
     One layer has a table, which is looked up and costs no FLOPs, and a gate for each key and value head.
     """
 
-    table_VE: Float[Array, "V E"] = param("vocab", "embed", role=VALUE, cast=False)
+    table_VE: Float[Array, "V E"] = param("vocab", "value_embed", role=VALUE)
     gate_JK: Float[Array, "J K"] = param("vector", "kv_heads", role=GATE)
 
     @staticmethod

@@ -15,7 +15,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from nash_mhc.config.optim import RATE_FACTORS, OptimConfig
 from nash_mhc.config.sections import TrainConfig
-from nash_mhc.parallel.params import TABLE, Declared, map_declared
+from nash_mhc.parallel.params import ADAPTER, TABLE, Declared, map_declared
 
 _SCHEDULES = ("cosine", "wsd", "constant")
 GROUPS = tuple(RATE_FACTORS)  # of parameters, with learning rates of their own under `normuon`
@@ -127,6 +127,8 @@ def group_of(declared: Declared, *, tied: bool) -> str:
 
     tied: one table is both embedding and head.
     """
+    if declared.role == ADAPTER:
+        return "adapter"
     if declared.role == TABLE:
         return "tied" if tied else "embedding"
     return declared.role.name if declared.role.name in GROUPS else "vector"

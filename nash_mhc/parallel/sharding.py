@@ -28,6 +28,7 @@ RULES: Registry[tuple[str, ...]] = Registry("axes", {
     "time_split": ("tp",),  # T everywhere else (sequence parallelism)
     "documents": (),  # the documents of a sequence
     "width": (),  # D of an activation
+    "value_embed": ("fsdp",),  # K x H of a value embedding
     "embed": ("fsdp",),  # D of a parameter: gathered one layer at a time
     "heads": ("tp",),
     "kv_heads": ("tp",),
@@ -187,5 +188,7 @@ def on_shards(fn: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> 
 
 def mesh_axis(logical: str) -> tuple[str, ...]:
     """Return the mesh axes of size > 1 that split a logical axis, for collectives inside `on_shards`."""
+    if _ONE_DEVICE.get() is not None:
+        return ()
     sizes = jax.sharding.get_abstract_mesh().shape
     return tuple(a for a in RULES[logical] if sizes.get(a, 1) > 1)

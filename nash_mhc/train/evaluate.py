@@ -227,7 +227,9 @@ class Evaluations:
                 self._wait_for_program(self.evaluator.program)
             values = self._score(self.evaluator, state.model, step)
             if state.ema is not None:
-                values["eval/loss_ema"] = self._score(self.evaluator, state.best_model, step)["eval/loss"]
+                # In the dtype of the weights, for which the program was compiled.
+                averaged = jax.tree.map(lambda mean, weight: mean.astype(weight.dtype), state.best_model, state.model)
+                values["eval/loss_ema"] = self._score(self.evaluator, averaged, step)["eval/loss"]
             with self.clock.during("evaluation"):
                 self.sample = self.samples.write(state.best_model)
         except Stopped:

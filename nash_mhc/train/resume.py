@@ -102,6 +102,10 @@ def _with_sequences(values: dict[str, Any]) -> dict[str, Any]:
     return values | {_SEQUENCES: values["data.batch_size"] * values["train.grad_accum"]}
 
 
+# Keys that older runs do not record, and what those runs did.
+_ADDED = {"optim.optimizer": "adamw", "model.ffn_kind": "swiglu", "model.value_embeddings": 0}
+
+
 def _check_same_run(
     folder: RunFolder, now: dict[str, Any], model: ArchitectureConfig, *, rows: str | None, other_data: str = ""
 ) -> None:
@@ -117,7 +121,7 @@ def _check_same_run(
             f"{folder} holds another run: its --model-kind is {before['model_kind']}, but this command has "
             f"{now['model_kind']}; use {before['model_kind']}, or choose another --checkpoint-dir"
         )
-    before = {"optim.optimizer": "adamw"} | before  # missing in old runs
+    before = _ADDED | before
     same = [k for k in now if k.startswith("model.")]
     if bool(before.get("optim.ema_decay")) != bool(now["optim.ema_decay"]):  # the state has averaged weights or not
         same.append("optim.ema_decay")
