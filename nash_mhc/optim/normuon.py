@@ -19,7 +19,7 @@ from nash_mhc.optim.adamw import Gradients, Shared, Updated, update_leaf
 from nash_mhc.optim.rounding import MakeSalt, Salt, round_to, salt_of, to_float32
 from nash_mhc.optim.schedule import GROUPS, REFERENCE_WIDTH, Hyperparameters, group_of, learning_rate, matrix_decay, momentum
 from nash_mhc.parallel.params import HEAD, Declared, map_declared
-from nash_mhc.parallel.sharding import constrain
+from nash_mhc.parallel.sharding import constrain, to_whole_matrices
 
 # Coefficients of the five steps of Polar Express, for singular values from 1e-3, as the paper gives them.
 _POLAR_EXPRESS = (
@@ -117,9 +117,9 @@ def _update_matrix(
     select = lambda purpose, new, old: jnp.where(shared.good, round_to(new, old.dtype, lambda: salt(purpose)), old)
     g = to_float32(g) * shared.scale
     m = select(0, beta * to_float32(m) + (1 - beta) * g, m)
-    stack, inputs, outputs = (math.prod(sizes) for sizes in declared.split(p.shape))
+    _, inputs, outputs = (math.prod(sizes) for sizes in declared.split(p.shape))
     direction = beta * to_float32(m) + (1 - beta) * g  # Nesterov's
-    u = orthogonal(direction.reshape(stack, inputs, outputs), dtype)
+    u = _orthogonal_on_mesh(declared, direction, dtype).reshape(-1, inputs, outputs)
 
     # Divide each neuron's update by its running RMS; keep the Frobenius norm of an orthogonal matrix.
     squares = jnp.mean(u**2, axis=1 if outputs >= inputs else 2, keepdims=True)
@@ -141,6 +141,24 @@ def _with_norm(x: Float[Array, "S I O"], norm: float) -> Float[Array, "S I O"]:
     return x * (norm / jnp.maximum(_norm(x, (1, 2)), _TINY))
 
 
+def _orthogonal_on_mesh(declared: Declared, x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """Return x with orthogonal matrices; each device makes whole matrices of a stack orthogonal."""
+    _, inputs, outputs = (math.prod(sizes) for sizes in declared.split(x.shape))
+    mesh = jax.sharding.get_abstract_mesh()
+    if declared.stack != 1 or mesh.size <= 1:
+        return orthogonal(x.reshape(-1, inputs, outputs), dtype).reshape(x.shape)
+    steps, length = to_whole_matrices(declared.axes), x.shape[0]
+    x = jax.lax.with_sharding_constraint(x, steps[0])
+    x = jnp.pad(x, [(0, -length % mesh.size)] + [(0, 0)] * (x.ndim - 1))
+    for step in steps:
+        x = jax.lax.with_sharding_constraint(x, step)
+    matrices = constrain(x.reshape(-1, inputs, outputs), "matrices", "rows", "columns")
+    x = constrain(orthogonal(matrices, dtype), "matrices", "rows", "columns").reshape(x.shape)
+    for step in reversed(steps):
+        x = jax.lax.with_sharding_constraint(x, step)
+    return x[:length]
+
+
 def orthogonal(x: Float[Array, "S I O"], dtype: Any) -> Float[Array, "S I O"]:
     """Return each matrix with its singular values near 1, in float32; products are in `dtype`.
 
@@ -151,13 +169,8 @@ def orthogonal(x: Float[Array, "S I O"], dtype: Any) -> Float[Array, "S I O"]:
     x = x / jnp.maximum(columns, 1e-6 * jnp.max(columns, axis=2, keepdims=True) + _TINY)
     x = _with_norm(x, 1 / 1.01).astype(dtype)
     x = x if inputs <= outputs else x.mT
-    # The matrices of a stack are divided among the devices, each of which works on whole ones.
-    mesh = jax.sharding.get_abstract_mesh()
-    missing = -x.shape[0] % math.prod(mesh.shape.values())
-    y = constrain(jnp.pad(x, ((0, missing), (0, 0), (0, 0))), "matrices", "rows", "columns")
     for a, b, c in _POLAR_EXPRESS:
-        gram = y @ y.mT
-        y = a * y + (b * gram + c * (gram @ gram)) @ y
-    y = y[: x.shape[0]].astype(jnp.float32)
-    y = y if inputs <= outputs else y.mT
-    return _with_norm(y, math.sqrt(min(inputs, outputs)))
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    x = (x if inputs <= outputs else x.mT).astype(jnp.float32)
+    return _with_norm(x, math.sqrt(min(inputs, outputs)))

@@ -43,7 +43,7 @@ RULES: Registry[tuple[str, ...]] = Registry("axes", {
     "vector": (),  # norm scales: too small to shard
     "layers": (),  # scanned
     "experts": (),  # MLPs of a mixture of experts
-    "matrices": ("data", "fsdp", "tp"),  # a stack of matrices in the optimizer: each device works on whole ones
+    "matrices": ("fsdp", "tp", "data"),  # a stack of matrices in the optimizer: each device works on whole ones
     "rows": (),
     "columns": (),
     "parts": (),  # microbatches of gradient accumulation
@@ -184,6 +184,22 @@ def on_shards(fn: Callable[..., Any], in_axes: Sequence[Any], out_axes: Any) -> 
     is_axes = lambda a: a is None or (isinstance(a, tuple) and all(isinstance(name, str) for name in a))
     specs = lambda tree: jax.tree.map(lambda a: PartitionSpec() if a is None else spec(a), tree, is_leaf=is_axes)
     return jax.shard_map(fn, in_specs=specs(tuple(in_axes)), out_specs=specs(out_axes), check_vma=False)
+
+
+def to_whole_matrices(axes: Axes) -> list[PartitionSpec]:
+    """Return the shardings through which a stack of matrices moves until each device has whole ones.
+
+    One mesh axis at a time moves to the stack axis, which XLA does by an all-to-all. To do it at once, it would gather
+    all matrices on all devices.
+    """
+    entries, moved = list(spec(axes)), ()
+    steps = [PartitionSpec(*entries)]
+    for mesh_axis in RULES["matrices"]:
+        if mesh_axis in entries:
+            moved = (*moved, mesh_axis)
+            entries = [moved, *(None if entry == mesh_axis else entry for entry in entries[1:])]
+            steps.append(PartitionSpec(*entries))
+    return steps
 
 
 def mesh_axis(logical: str) -> tuple[str, ...]:
