@@ -54,7 +54,7 @@ KEPT = {
     "data__loss_on": "all", "data__max_documents": 9, "data__validation_fraction": 0.1, "data__streaming": True,
     "data__test_fraction": 0.1, "data__test_split": "final",
     "data__batch_size": 16, "train__grad_accum": 2, "train__seed": 1, "optim__ema_decay": 0.9,
-    "optim__optimizer": "muon", "optim__freeze": "embed_VD", "optim__train_only": "layers",
+    "optim__optimizer": "muon", "model__value_embeddings": 2, "optim__freeze": "embed_VD", "optim__train_only": "layers",
 }  # fmt: skip
 NAMED = {"data__batch_size": "batch-size x grad-accum", "train__grad_accum": "batch-size x grad-accum"}
 FREE = {
@@ -117,6 +117,18 @@ def test_a_run_goes_on_with_everything_changed_that_may(unbroken, tmp_path):
     values = manifest.read_values(folder / "checkpoints" / "7")
     assert values["data"]["rows_read"] == 7 * 8
     assert rows(folder)[-1]["loss"] < rows(unbroken.folder)[0]["loss"]
+
+
+def test_keys_that_an_older_run_does_not_record_mean_what_it_did(unbroken, tmp_path):
+    folder = shutil.copytree(unbroken.folder, tmp_path / "run")
+    record = json.loads((folder / "run.json").read_text())
+    for name in ("config", "settings"):
+        record[name]["model"] = {
+            key: value for key, value in record[name]["model"].items() if key not in ("value_embeddings", "ffn_kind")
+        }
+        record[name]["optim"].pop("rate_factors", None)
+    (folder / "run.json").write_text(json.dumps(record))
+    check_resume(changed(folder), rows="stories-2")
 
 
 def test_a_run_recovers_from_the_checkpoint_before_the_damaged_one_bit_for_bit(unbroken, tmp_path, capsys):

@@ -199,8 +199,10 @@ def test_switching_ema_on_in_a_used_folder_is_refused(unbroken):
         at(unbroken.folder, cfg)
 
 
-def test_ema_weights_are_evaluated_too(tmp_path):
+@pytest.mark.parametrize("weights", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+def test_ema_weights_are_evaluated_too(tmp_path, weights):
     cfg = dataclasses.replace(RUN, optim=dataclasses.replace(RUN.optim, ema_decay=0.5))
+    cfg = dataclasses.replace(cfg, precision=dataclasses.replace(cfg.precision, weights_dtype=weights))
     result = at(tmp_path / "run", cfg, total_steps=2)
     assert result.evaluation["eval/loss_ema"] != result.evaluation["eval/loss"]
 
