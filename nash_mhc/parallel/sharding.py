@@ -192,12 +192,13 @@ def to_whole_matrices(axes: Axes) -> list[PartitionSpec]:
     One mesh axis at a time moves to the stack axis, which XLA does by an all-to-all. To do it at once, it would gather
     all matrices on all devices.
     """
-    entries, moved = list(spec(axes)), ()
+    entries = list(spec(axes))
+    moved: tuple[str, ...] = ()
     steps = [PartitionSpec(*entries)]
-    for mesh_axis in RULES["matrices"]:
-        if mesh_axis in entries:
-            moved = (*moved, mesh_axis)
-            entries = [moved, *(None if entry == mesh_axis else entry for entry in entries[1:])]
+    for name in RULES["matrices"]:
+        if name in entries:
+            moved = (*moved, name)
+            entries = [moved, *(None if entry == name else entry for entry in entries[1:])]
             steps.append(PartitionSpec(*entries))
     return steps
 
