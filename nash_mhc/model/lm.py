@@ -60,7 +60,7 @@ def _init_layers(cfg: ModelConfig, *, key: PRNGKeyArray) -> Layer | tuple[Layer,
 
 def _init_values(cfg: ModelConfig, *, key: PRNGKeyArray) -> ValueEmbedding:
     """Return the value embeddings of all layers that have one, as one stack."""
-    keys = jax.random.split(key, cfg.layers // cfg.value_embeddings)  # one layer in so many has one
+    keys = jax.random.split(key, cfg.layers // cfg.value_embeddings)  # one for each of these layers
     return jax.vmap(lambda key: ValueEmbedding.init(cfg, key=key))(keys)
 
 

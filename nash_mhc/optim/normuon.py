@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from nash_mhc.optim.adamw import Gradients, Shared, Updated, update_leaf
 from nash_mhc.optim.rounding import MakeSalt, Salt, round_to, salt_of, to_float32
-from nash_mhc.optim.schedule import GROUPS, REFERENCE_WIDTH, Hyperparameters, group_of, learning_rate, matrix_decay, momentum
+from nash_mhc.optim.schedule import GROUPS, Hyperparameters, by_width, group_of, learning_rate, matrix_decay, momentum
 from nash_mhc.parallel.params import HEAD, Declared, map_declared
 from nash_mhc.parallel.sharding import constrain, to_whole_matrices
 
@@ -80,8 +80,7 @@ def update(
         if _is_matrix(d):
             updated.append(_update_matrix(d, shared, factor * rate, beta, decay, dtype, p, g, m, v, salt=make_salt))
         else:
-            factor = factor * _by_width(d, p)
-            updated.append(update_leaf(h, shared, p, g, m, v, factor, decays=False, salt=make_salt))
+            updated.append(update_leaf(h, shared, p, g, m, v, factor * by_width(d, p), decays=False, salt=make_salt))
     new_params, mu, nu, squares = zip(*updated, strict=True)
     like_params = lambda leaves: jax.tree.unflatten(jax.tree.structure(params), leaves)
     state = State(jnp.where(good, count, state.steps), like_params(mu), like_params(nu))
@@ -90,13 +89,6 @@ def update(
 
 def _is_matrix(declared: Declared) -> bool:
     return declared.role.orthogonal and declared.is_matrix
-
-
-def _by_width(declared: Declared, p: Array) -> float:
-    """Return the factor of the rate under Adam: one over the width, relative to the width that rates were tuned at."""
-    if not declared.role.by_width or "embed" not in declared.axes:
-        return 1.0
-    return REFERENCE_WIDTH / p.shape[declared.axes.index("embed")]
 
 
 def _update_matrix(

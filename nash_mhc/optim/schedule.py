@@ -18,7 +18,7 @@ from nash_mhc.config.sections import TrainConfig
 from nash_mhc.parallel.params import ADAPTER, TABLE, Declared, map_declared
 
 _SCHEDULES = ("cosine", "wsd", "constant")
-GROUPS = tuple(RATE_FACTORS)  # of parameters, with learning rates of their own under `normuon`
+GROUPS = tuple(RATE_FACTORS)  # the parameter groups of `normuon`
 # Weight decay of matrices under `normuon`, as a factor on --weight-decay: at most the first number. In a long run, the
 # decay summed over the steps is constant: the second number is that of a run of 2,500 steps at a rate of 0.02.
 _MATRIX_DECAY, _SUMMED_DECAY = 2.8, 139.0
@@ -114,12 +114,14 @@ def rates(module: PyTree) -> PyTree:
     the same --learning-rate suits every width. Scales, biases and taps move outputs by the rate itself.
     """
 
-    def factor(declared: Declared, array: Any) -> float:
-        if not declared.role.by_width or "embed" not in declared.axes:
-            return declared.role.rate
-        return REFERENCE_WIDTH / array.shape[declared.axes.index("embed")] * declared.role.rate
+    return map_declared(module, lambda declared, array: by_width(declared, array) * declared.role.rate)
 
-    return map_declared(module, factor)
+
+def by_width(declared: Declared, array: Any) -> float:
+    """Return the reference width over the width, for an array whose rate under Adam falls with the width; else 1."""
+    if not declared.role.by_width or "embed" not in declared.axes:
+        return 1.0
+    return REFERENCE_WIDTH / array.shape[declared.axes.index("embed")]
 
 
 def group_of(declared: Declared, *, tied: bool) -> str:

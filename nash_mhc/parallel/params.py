@@ -32,7 +32,7 @@ class Role(NamedTuple):
 MATRIX = Role("matrix", orthogonal=True)  # maps one vector to another
 TABLE = Role("table")  # a vector for each token
 VALUE = Role("value")  # a vector for each token, added to the values of attention
-HEAD = Role("head")  # an output projection of its own
+HEAD = Role("head")  # an output projection that is not tied to the embedding
 VECTOR = Role("vector", decays=False)  # scales, biases, taps of convolutions
 GATE = Role("gate", rate=4.0)  # maps a token to a few logits; docs/experiments.md compares rates 0.1, 1 and 16
 ADAPTER = Role("adapter", by_width=False)  # LoRA matrices: exactly the given rate, as in published recipes
