@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.kv_cache import TokenAt, layer_of
 from nash_mhc.model.weights import project
+from nash_mhc.ops.activations import silu_product, squared_relu
 from nash_mhc.ops.conv import short_conv
 from nash_mhc.ops.lookup import rows_of
 from nash_mhc.ops.norm import rms_norm
@@ -146,7 +147,7 @@ class SwiGLU(eqx.Module):
         gate_BTF, up_BTF = (
             checkpoint_name(constrain(project(x_BTD, w_DF), "batch", "time", "ffn"), UP) for w_DF in (self.gate_DF, self.up_DF)
         )
-        out_BTD = project(jax.nn.silu(gate_BTF) * up_BTF, self.down_FD, "btf,fd->btd")
+        out_BTD = project(silu_product(gate_BTF, up_BTF), self.down_FD, "btf,fd->btd")
         return checkpoint_name(constrain(out_BTD, "batch", "time_split", "width"), DOWN)
 
     @staticmethod
@@ -170,7 +171,7 @@ class ReLU2(eqx.Module):
     def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         x_BTD = constrain(x_BTD, "batch", "time", "width")
         up_BTF = checkpoint_name(constrain(project(x_BTD, self.up_DF), "batch", "time", "ffn"), UP)
-        out_BTD = project(jnp.square(jax.nn.relu(up_BTF)), self.down_FD, "btf,fd->btd")
+        out_BTD = project(squared_relu(up_BTF), self.down_FD, "btf,fd->btd")
         return checkpoint_name(constrain(out_BTD, "batch", "time_split", "width"), DOWN)
 
     @staticmethod

@@ -18,6 +18,7 @@ from nash_mhc.ops.attention_io import ATTENDED, AttentionInput, AttentionOutput,
 from nash_mhc.ops.kernels.attend_cudnn import attend_cudnn, attend_cudnn_with_lse
 from nash_mhc.ops.kernels.attend_splash import attend_splash, attend_splash_with_lse
 from nash_mhc.ops.kernels.attend_triton import attend_triton_with_lse, fits_triton
+from nash_mhc.ops.platform import sums_in_any_order
 from nash_mhc.runtime.compat import cudnn
 from nash_mhc.runtime.compat.jax import splash_passes
 
@@ -28,7 +29,9 @@ SHAPES_ONLY = "shapes"  # computes nothing; has the inputs, outputs and residual
 
 _BLOCK = 64  # queries per block of the xla kernel
 _MOST_BLOCKS = 8  # blocks that the xla kernel unrolls at most
-_NARROW = 1024  # visible keys per query up to which the Triton kernels are faster than cuDNN (docs/experiments.md)
+# Visible keys per query up to which the Triton kernels are faster than cuDNN (docs/experiments.md). They always sum in
+# the same order, at no cost; cuDNN takes up to 1.6 times as long for that.
+_NARROW, _NARROW_IN_ORDER = 1024, 2048
 
 
 def unsupported_reason(kernel: str, platform: str, dtype: str, seq_len: int, head_dim: int, window: int | None) -> str | None:
@@ -86,7 +89,7 @@ def attend(
     """Return softmax(q k^T / sqrt(H)) v: causal, within a document, over the last `window` tokens. K divides N."""
     if kernel == "cudnn":
         inputs = AttentionInput(q_BTNH, k_BTKH, v_BTKH, segments_BT, documents)
-        use_triton = _cudnn_would_wait(inputs) and fits_triton(inputs)
+        use_triton = (_is_narrow(inputs, window) or _cudnn_would_wait(inputs)) and fits_triton(inputs)
         return attend_triton_with_lse(inputs, window).out_BTNH if use_triton else attend_cudnn(inputs, window)
     plain = {"reference": _attend_reference, "xla": _attend_blocks, SHAPES_ONLY: _attend_shapes}
     if kernel in plain:
@@ -109,8 +112,8 @@ def attend_with_lse(
         functions["splash"] = _attend_blocks
     functions[SHAPES_ONLY] = _attend_shapes
     on_gpu = [i for i, kernel in enumerate(kernels) if kernel == "cudnn"]
-    is_narrow = lambda i: inputs[i].stride > 1 or (windows[i] or inputs[i].k_BIKH.shape[1]) <= _NARROW
-    with_triton = [i for i in on_gpu if (is_narrow(i) or _cudnn_would_wait(inputs[i])) and fits_triton(inputs[i])]
+    suits_triton = lambda i: _is_narrow(inputs[i], windows[i]) or _cudnn_would_wait(inputs[i])
+    with_triton = [i for i in on_gpu if suits_triton(i) and fits_triton(inputs[i])]
     outputs = {i: attend_triton_with_lse(inputs[i], windows[i]) for i in with_triton}
     with_cudnn = [i for i in on_gpu if i not in outputs]
     fallback = lambda x, window: _attend_blocks(x.q_BTNH, x.k_BIKH, x.v_BIKH, x.segments_BI, window)
@@ -121,6 +124,11 @@ def attend_with_lse(
     for i in set(range(len(inputs))) - set(on_gpu):
         outputs[i] = _output_by_token(inputs[i], functions[kernels[i]](*_queries_by_block(inputs[i])[:4], windows[i]))
     return tuple(outputs[i] for i in range(len(inputs)))
+
+
+def _is_narrow(inputs: AttentionInput, window: int | None) -> bool:
+    limit = _NARROW if sums_in_any_order() else _NARROW_IN_ORDER
+    return inputs.stride > 1 or min(window or limit + 1, inputs.k_BIKH.shape[1]) <= limit
 
 
 def _cudnn_would_wait(inputs: AttentionInput) -> bool:

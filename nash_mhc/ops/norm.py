@@ -25,7 +25,7 @@ from nash_mhc.ops.rope import Rotation, cos_and_sin, rope
 _materialize = lax.optimization_barrier
 
 _NUMBERS, _WARPS = 4096, 4  # elements of a tile of tokens x heads: 32 per thread
-_TILES = 8  # tiles that a block of threads processes in the backward pass before it writes its sums
+_TILES = 8  # tiles that a block of threads processes in the backward pass before it writes its sums, at least
 _COLUMNS, _MOST_CHUNKS, _BLOCK = 1024, 16, 16  # for norms over the width: columns per chunk, chunks, tokens per block
 
 
@@ -211,10 +211,15 @@ def _tile(heads: int, head_dim: int) -> tuple[int, int]:
     return max(1, _NUMBERS // (together * head_dim)), together
 
 
+def _tiles_along_tokens(heads: int, head_dim: int) -> int:
+    """Return the tiles along the tokens that a block of threads processes in the backward pass."""
+    return max(1, _TILES // (heads // _tile(heads, head_dim)[1]))
+
+
 def _fits_norm_rope(shape: tuple[int, ...]) -> bool:
     """Return whether an array of shape [B, T, N, H] divides into whole tiles."""
     B, T, N, H = shape
-    return H in (16, 32, 64, 128, 256) and B * T % (_tile(N, H)[0] * _TILES) == 0
+    return H in (16, 32, 64, 128, 256) and B * T % (_tile(N, H)[0] * _tiles_along_tokens(N, H)) == 0
 
 
 def _operands(x_BTNH: Array, scale_H: Array, positions_BT: Array, by: Rotation) -> tuple[Array, Array, Array, Array]:
@@ -225,15 +230,15 @@ def _operands(x_BTNH: Array, scale_H: Array, positions_BT: Array, by: Rotation) 
 
 
 def _blocks(rows: int, heads: int, half: int) -> tuple[pl.BlockSpec, list[pl.BlockSpec]]:
-    """Return the blocks of an array of heads, and those of x, scale, cos and sin."""
-    of_heads = pl.BlockSpec((rows, heads, 2, half), lambda i, n: (i, n, 0, 0))
-    of_tokens = pl.BlockSpec((rows, half), lambda i, n: (i, 0))
-    return of_heads, [of_heads, pl.BlockSpec((2, half), lambda i, n: (0, 0)), of_tokens, of_tokens]
+    """Return the blocks of an array of heads, and of x, scale, cos and sin. A block has all heads of its tokens."""
+    of_heads = pl.BlockSpec((rows, heads, 2, half), lambda i: (i, 0, 0, 0))
+    of_tokens = pl.BlockSpec((rows, half), lambda i: (i, 0))
+    return of_heads, [of_heads, pl.BlockSpec((2, half), lambda i: (0, 0)), of_tokens, of_tokens]
 
 
-def _halves(ref: Any, tokens: Any = slice(None)) -> tuple[Array, Array]:
-    """Return both halves of each head, [tokens, heads, H / 2], in float32."""
-    return widen(ref[tokens, :, 0, :]), widen(ref[tokens, :, 1, :])
+def _halves(ref: Any, tokens: Any, heads: Any) -> tuple[Array, Array]:
+    """Return both halves of these heads, [tokens, heads, H / 2], in float32."""
+    return widen(ref[tokens, heads, 0, :]), widen(ref[tokens, heads, 1, :])
 
 
 def _mean(a: Array, b: Array) -> Array:
@@ -249,16 +254,21 @@ def _norm_rope_in_kernel(
     rows, heads = _tile(N, 2 * half)
 
     def kernel(x_ref: Any, scale_ref: Any, cos_ref: Any, sin_ref: Any, out_ref: Any) -> None:
-        a, b = _halves(x_ref)
-        inverse = lax.rsqrt(_mean(a * a, b * b) + eps)
-        a, b = a * inverse * scale_ref[0, :][None, None], b * inverse * scale_ref[1, :][None, None]
         cos, sin = cos_ref[...][:, None], sin_ref[...][:, None]
-        out_ref[:, :, 0, :] = (a * cos - b * sin).astype(out_ref.dtype)
-        out_ref[:, :, 1, :] = (b * cos + a * sin).astype(out_ref.dtype)
 
-    of_heads, in_specs = _blocks(rows, heads, half)
+        def body(n: Array, _: None) -> None:
+            at = pl.ds(n * heads, heads)
+            a, b = _halves(x_ref, slice(None), at)
+            inverse = lax.rsqrt(_mean(a * a, b * b) + eps)
+            a, b = a * inverse * scale_ref[0, :][None, None], b * inverse * scale_ref[1, :][None, None]
+            out_ref[:, at, 0, :] = (a * cos - b * sin).astype(out_ref.dtype)
+            out_ref[:, at, 1, :] = (b * cos + a * sin).astype(out_ref.dtype)
+
+        lax.fori_loop(0, N // heads, body, None)
+
+    of_heads, in_specs = _blocks(rows, N, half)
     (out,) = run_kernel(
-        "norm_and_rope", kernel, args, [(args[0].shape, x_BTNH.dtype)], grid=(tokens // rows, N // heads), warps=_WARPS,
+        "norm_and_rope", kernel, args, [(args[0].shape, x_BTNH.dtype)], grid=(tokens // rows,), warps=_WARPS,
         in_specs=in_specs, out_specs=[of_heads], interpret=interpret,
     )  # fmt: skip
     return out.reshape(x_BTNH.shape)
@@ -271,16 +281,17 @@ def _norm_rope_backward_in_kernel(
     args = _operands(x_BTNH, scale_H, positions_BT, by)
     (tokens, N), half = args[0].shape[:2], scale_H.shape[0] // 2
     rows, heads = _tile(N, 2 * half)
-    grid, wide = (tokens // (rows * _TILES), N // heads), wide_dtype(x_BTNH.dtype)
+    groups, tiles, wide = N // heads, _tiles_along_tokens(N, 2 * half), wide_dtype(x_BTNH.dtype)
+    blocks = tokens // (rows * tiles)
 
     def kernel(x_ref: Any, scale_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
         *dout_refs, dx_ref, dscale_ref = refs
         scale_a, scale_b = scale_ref[0, :][None, None], scale_ref[1, :][None, None]
 
         def body(n: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-            here = pl.ds(n * rows, rows)
-            a, b = _halves(x_ref, here)
-            da, db = (add_up(halves) for halves in zip(*(_halves(ref, here) for ref in dout_refs), strict=True))
+            here, at = pl.ds(lax.div(n, groups) * rows, rows), pl.ds(lax.rem(n, groups) * heads, heads)
+            a, b = _halves(x_ref, here, at)
+            da, db = (add_up(halves) for halves in zip(*(_halves(ref, here, at) for ref in dout_refs), strict=True))
             cos, sin = cos_ref[here, :][:, None], sin_ref[here, :][:, None]
             inverse = lax.rsqrt(_mean(a * a, b * b) + eps)
             a, b = a * inverse, b * inverse
@@ -289,19 +300,19 @@ def _norm_rope_backward_in_kernel(
             sums = sums[0] + da * a, sums[1] + db * b
             da, db = da * scale_a, db * scale_b
             along = _mean(da * a, db * b)
-            dx_ref[here, :, 0, :] = ((da - a * along) * inverse).astype(dx_ref.dtype)
-            dx_ref[here, :, 1, :] = ((db - b * along) * inverse).astype(dx_ref.dtype)
+            dx_ref[here, at, 0, :] = ((da - a * along) * inverse).astype(dx_ref.dtype)
+            dx_ref[here, at, 1, :] = ((db - b * along) * inverse).astype(dx_ref.dtype)
             return sums
 
         zero = jnp.zeros((rows, heads, half), wide)
-        for i, total in enumerate(lax.fori_loop(0, _TILES, body, (zero, zero))):
+        for i, total in enumerate(lax.fori_loop(0, tiles * groups, body, (zero, zero))):
             dscale_ref[i, :] = jnp.sum(jnp.sum(total, axis=0), axis=0)
 
-    of_heads, in_specs = _blocks(rows * _TILES, heads, half)
+    of_heads, in_specs = _blocks(rows * tiles, N, half)
     dx, dscale = run_kernel(
         "norm_and_rope_back", kernel, (*args, *(dout.reshape(args[0].shape) for dout in douts_BTNH)),
-        [(args[0].shape, x_BTNH.dtype), ((*grid, 2, half), wide)], grid=grid, warps=_WARPS, interpret=interpret,
+        [(args[0].shape, x_BTNH.dtype), ((blocks, 2, half), wide)], grid=(blocks,), warps=_WARPS, interpret=interpret,
         in_specs=[*in_specs, *[of_heads] * len(douts_BTNH)],
-        out_specs=[of_heads, pl.BlockSpec((None, None, 2, half), lambda i, n: (i, n, 0, 0))],
+        out_specs=[of_heads, pl.BlockSpec((None, 2, half), lambda i: (i, 0, 0))],
     )  # fmt: skip
-    return dx.reshape(x_BTNH.shape), jnp.sum(dscale, axis=(0, 1)).reshape(scale_H.shape).astype(scale_H.dtype)
+    return dx.reshape(x_BTNH.shape), jnp.sum(dscale, axis=0).reshape(scale_H.shape).astype(scale_H.dtype)

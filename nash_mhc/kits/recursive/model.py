@@ -33,6 +33,7 @@ from nash_mhc.model.protocol import Activations, Architecture, AttentionShape, E
 from nash_mhc.model.remat import remat_policy
 from nash_mhc.model.traced_memory import LayerBytes, layer_bytes, trace_layer
 from nash_mhc.model.weights import project
+from nash_mhc.ops.activations import silu_product
 from nash_mhc.ops.attend import PLAIN_KERNELS, SHAPES_ONLY
 from nash_mhc.ops.norm import rms_norm
 from nash_mhc.parallel.params import TABLE, VECTOR, param, stacked
@@ -68,7 +69,7 @@ class CellMixer(eqx.Module):
         gate_CF, up_CF = (jnp.pad(w_CF, ((0, padding), (0, 0))) for w_CF in (self.gate_CF, self.up_CF))
         gate_BFD, up_BFD = (project(x_BTD, w_CF, "btd,tf->bfd") for w_CF in (gate_CF, up_CF))
         down_FC = jnp.pad(self.down_FC, ((0, 0), (0, padding)))
-        mixed_BTD = project(jax.nn.silu(gate_BFD) * up_BFD, down_FC, "bfd,ft->btd")[:, :C]
+        mixed_BTD = project(silu_product(gate_BFD, up_BFD), down_FC, "bfd,ft->btd")[:, :C]
         return constrain(mixed_BTD, "batch", "time_split", "width")
 
 
