@@ -225,12 +225,10 @@ class ModelConfig(ArchitectureConfig):
     conv_taps: int = key(4, "taps of the convolution before attention (0: no convolution)", low=0, high=16)
     aggregation: str = key(
         "nash",
-        "weights of the scales: nash (a small game), convex (softmax over all keys of all scales), mean (equal)",
+        "how to weight the scales: nash (a small game between them), convex (softmax over the keys of all scales), or mean",
         choices=("nash", "convex", "mean"),
     )
-    nash_iterations: int = key(
-        3, "iterations of the game that computes these weights (--model-aggregation nash)", low=1, high=64
-    )
+    nash_iterations: int = key(3, "iterations of the game of --model-aggregation nash", low=1, high=64)
     residual: str = key(
         "mhc-layer",
         "residual connection: mhc (streams mixed in every sub-layer), mhc-layer (once per layer), or plain",
@@ -286,7 +284,7 @@ class ModelConfig(ArchitectureConfig):
         if self.rope_scaling is not None:
             RopeScaling.parse(self.rope_scaling)
         if self.pattern is not None and self.full_every:
-            raise ConfigError("model.pattern and model.full_every both say which layers differ; leave full_every at 0")
+            raise ConfigError("model.pattern and model.full_every cannot be combined; set model.full_every 0")
         mixers = {kind.mixer for kind in self.group}
         if mixers == {"attention"} and self.scales > 1:
             raise ConfigError(f"model.scales {self.scales} needs a multiscale layer; add one, or set model.scales 1")

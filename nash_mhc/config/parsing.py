@@ -121,7 +121,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
         if not token.startswith("-"):
             if folder is not None and "=" not in token and _is_folder(token):
                 if alone is not None:
-                    raise ConfigError(f"two folders were given, {alone} and {token}; name one")
+                    raise ConfigError(f"two folders were given, {alone} and {token}; give only one")
                 alone = _run_folder(token)
                 continue
             if not equals or not flag:
@@ -175,7 +175,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
     if folder is not None and alone is not None:  # overrides files, like a flag
         before, origin = settings.get(folder, (None, ""))
         if origin.startswith(("flag", "override")):
-            raise ConfigError(f"two folders were given, {before} and {alone}; name one")
+            raise ConfigError(f"two folders were given, {before} and {alone}; give only one")
         settings[folder] = (convert(known[folder], alone, folder), f"argument {alone}")
     return settings, print_config
 

@@ -127,7 +127,7 @@ def import_adapters(folder: Path, base: str, out: Path) -> int:
 def _convert(folder: Path, base: str, *, hashed: bool) -> _Converted:
     run = config_of(base, "--base")
     if not isinstance(run.model, ModelConfig):
-        raise ConfigError(f"--base {base}: PEFT adapters do not fit a model of the kind {run.model.architecture!r}")
+        raise ConfigError(f"--base {base}: PEFT adapters cannot be applied to --model-kind {run.model.architecture}")
     peft, tensors = read_adapter_config(folder / FILE), _read(folder / WEIGHTS)
     pairs = _pairs(peft, tensors, run.model, folder / WEIGHTS, base)
     if hashed:

@@ -201,7 +201,7 @@ def _place_from_kubernetes(env: Mapping[str, str]) -> Place | None:
         return None
     raise ConfigError(
         "cannot find the other pods of this Kubernetes job; pip install kubernetes, or "
-        "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID (JOB_COMPLETION_INDEX) in each pod"
+        "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID=$JOB_COMPLETION_INDEX in each pod"
     )
 
 

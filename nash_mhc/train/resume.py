@@ -91,7 +91,7 @@ def _check_nothing_is_lost(folder: RunFolder) -> None:
     """Raise ConfigError if metrics.jsonl has rows but the checkpoints are gone: a fresh start would erase the rows."""
     last = folder.last_row()
     if last and (folder.missing(()) or last.get("last_checkpoint") is not None):
-        saved = f", the latest of step {last['last_checkpoint']}" if last.get("last_checkpoint") is not None else ""
+        saved = f" (latest: step {last['last_checkpoint']})" if last.get("last_checkpoint") is not None else ""
         raise ConfigError(
             f"{folder}: metrics.jsonl has rows up to step {last.get('step')}, but the checkpoints are missing{saved}; "
             "restore them, or choose another --checkpoint-dir; the directory was not changed"

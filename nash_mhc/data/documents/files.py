@@ -73,7 +73,7 @@ def register_format(ending: str, read: Callable[[BinaryIO], Iterator[str | dict[
     """
     ending = ending.lower()
     if not ending.startswith(".") or "." in ending[1:] or ending in {*_KINDS, *_TEXT, *_COMPRESSIONS}:
-        raise ConfigError(f"{ending!r}: must be an extension such as .fasta that has no format yet")
+        raise ConfigError(f"{ending!r}: must be an extension without a registered format, such as .fasta")
     FORMATS[ending] = Format(read, version)
 
 
