@@ -51,7 +51,7 @@ class Description(NamedTuple):
 
 
 def _object(values: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Return the object under `name`, or None; raise TypeError for other types, or if its `folder` is no string."""
+    """Return the object under `name`, or None; raise TypeError for other types, or if its `folder` is not a string."""
     value = values.get(name)
     if value is not None and not (isinstance(value, dict) and isinstance(value.get("folder", ""), str)):
         raise TypeError(f"{name} is {str(value)[:40]!r}")
@@ -76,7 +76,7 @@ class RunFolder:
             return files.exists(self.path, kind="directory")
 
     def info(self, *, hint: str = ", the --checkpoint-dir that it trained with") -> dict[str, Any]:
-        """Return the content of run.json; raise ConfigError if this is no run directory."""
+        """Return the content of run.json; raise ConfigError if this is not a run directory."""
         if not self.exists():
             raise ConfigError(f"{self.path}: no such folder; give a run directory{hint}")
         with as_config_error(self.path):

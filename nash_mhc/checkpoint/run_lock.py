@@ -163,7 +163,7 @@ class _SharedLock(Owner):
         self._folder, self._handle = folder, handle
 
     def reacquire(self) -> None:
-        with contextlib.suppress(OSError):  # until the folder is visible here, the lock of process 0 has to do
+        with contextlib.suppress(OSError):  # until the folder is visible here, the lock of process 0 suffices
             if (handle := _try_lock(self._folder / OTHERS, fcntl.LOCK_SH)) is not None:
                 os.close(self._handle)
                 self._handle = handle

@@ -45,7 +45,7 @@ class Store:
         # Orbax accepts a relative path but fails at the first save.
         self.folder = (to_path(folder) if is_remote(folder) else to_path(folder).absolute()) / "checkpoints"
         self._keep, self._keep_every = keep, keep_every
-        self.verified: set[int | None] = set()  # steps that need no further check, also by another process
+        self.verified: set[int | None] = set()  # steps that need no further check, even if another process checked them
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._finishing: Future[None] | None = None
         self._failed = False
@@ -209,7 +209,7 @@ class Store:
             self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def recover(self) -> None:
-        """Remove what a failed save left, and recreate the folder if needed."""
+        """Remove the files of a failed save, and recreate the folder if needed."""
         if jax.process_index() == 0:
             files.make(self.folder)
             remove_unfinished(self.folder)

@@ -51,7 +51,7 @@ def _is_folder(word: str) -> bool:
 
 
 def _run_folder(name: str) -> str:
-    """Raise ConfigError for a folder with other files than a run's."""
+    """Raise ConfigError for a folder with files that do not belong to a run."""
     files = set(os.listdir(name)) if os.path.isdir(name) else set()
     if files and not files & {"run.json", "checkpoints", ".lock"}:
         raise ConfigError(

@@ -233,10 +233,10 @@ class TrainConfig(Section):
     checkpoint_dir: str | None = key(
         None, "run directory; an existing run is resumed (none: runs/SIZE-DATE-TIME)", path=True, remote=True
     )
-    max_bad_steps: int = key(10, "stop after this many steps in a row without finite loss and gradients (0: never)", low=0)
+    max_bad_steps: int = key(10, "stop after this many consecutive steps with a non-finite loss or gradient (0: never)", low=0)
     on_spike: str = key(
         "report",
-        "if loss or gradient norm rises suddenly: report it, skip the update as well, or ignore it",
+        "if loss or gradient norm rises suddenly: report it, report it and skip the update, or ignore it",
         choices=("report", "skip", "ignore"),
     )
     spike_score: float = key(

@@ -95,7 +95,7 @@ def read_yaml(file: str, settings: Settings, kind: str) -> None:
 
 
 def _misplaced(name: str, section: str, kind: str) -> str:
-    """Return the error for a name that is no key here: where it belongs, the nearest key, or all keys."""
+    """Return the error for an unknown or misplaced name: where it belongs, the nearest key, or all keys."""
     if section == "model" and (hint := other_kind_hint(f"model.{name}", kind)):
         return f"unknown key model.{name}{hint}"
     key, known = find(name, loose=True, kind=kind), keys(kind)

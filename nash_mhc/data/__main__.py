@@ -49,7 +49,7 @@ def _required_out(own: argparse.Namespace, example: str) -> Path:
 
 
 def _tokenizer_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    """Documents for a Hugging Face model begin with what its tokenizer adds, if anything."""
+    """Documents for a Hugging Face model begin with the token that its tokenizer adds, if any."""
     from nash_mhc.data.tokenizer import is_of_model
 
     name = values["data.tokenizer"]

@@ -77,7 +77,7 @@ class ParquetLanes(Corpus):
             self.units += [(number, i, sum(counts[:i])) for i in range(len(counts))]
             shapes.append([path.name, path.stat().st_size, counts])
             self.total += path.stat().st_size
-        # Hashing all data would read it: names, sizes and row counts have to do.
+        # Hashing all data would require reading it, so only names, sizes and row counts are hashed.
         self.content = digest_of(shapes)
 
     def lanes_of(self, split: str) -> int:

@@ -80,12 +80,12 @@ def prefix_of(tokenizer: Tokenizer) -> int:
 
 
 def with_begin(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
-    """Prepend the begin token, if documents have one; an empty text gets `prefix_of`."""
+    """Prepend the begin token, if documents have one. An empty text becomes the token of `prefix_of`."""
     return [*[prefix_of(tokenizer)] * (tokenizer.begin is not None or not tokens), *tokens]
 
 
 def is_of_model(name: str) -> bool:
-    """Return whether this is a Hugging Face model folder, whose documents begin with what its tokenizer adds."""
+    """Return whether this is a Hugging Face model folder; its documents begin with the token that its tokenizer adds."""
     folder = Path(name)
     return (folder / "config.json").is_file() and not (folder / "run.json").exists()
 
@@ -218,7 +218,7 @@ def write_tokenizer_config(folder: Path, end: str, **more: Any) -> None:
 
 
 def _byte_length(piece: str, text: str) -> int:
-    """Return a token's bytes of text, given its name in the vocabulary and what it decodes to on its own."""
+    """Return a token's bytes of text, given its name in the vocabulary and its text when decoded on its own."""
     if "\ufffd" in text and "\ufffd" not in piece:
         # Part of a character: a byte fallback token, or a byte-level piece, whose name has one letter per byte.
         return 1 if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece) else len(piece)

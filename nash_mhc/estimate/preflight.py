@@ -117,13 +117,13 @@ def _size(size: float) -> str:
 
 
 def largest(memory: Memory) -> str:
-    """Name the three largest parts of the memory and what they depend on."""
+    """Name the three largest parts of the memory and the settings that they depend on."""
     sizes = sorted(((getattr(memory, name), name) for name in _CAUSES), reverse=True)[:_SHOWN]
     return "; ".join(f"{name} {_size(size)}: set by {_CAUSES[name]}" for size, name in sizes)
 
 
 def smaller(cfg: RunConfig, mesh: Mapping[str, int], capacity: float) -> list[Remedy]:
-    """Return at most three remedies that fit, each of another kind, those that change the run least first."""
+    """Return at most three remedies that fit, each of a different kind; the smallest change comes first."""
     if set(mesh) != {"data", "fsdp", "tp"}:
         return []  # `layouts` knows no other axes
     devices, remats = math.prod(mesh.values()), smaller_remats(cfg.train)

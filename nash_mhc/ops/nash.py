@@ -202,12 +202,12 @@ def aggregate_reference(
 
 # --- GPU kernels -----------------------------------------------------------------------------------------------------
 
-_NUMBERS, _WARPS = 2048, 4  # elements of one scale's output in a block: 16 per thread
+_BLOCK_SIZE, _WARPS = 2048, 4  # elements of one scale's output in a block: 16 per thread
 
 
 def _rows(x: Array) -> int:
     """Return the rows per block of x [B, T, N, H]."""
-    return max(1, _NUMBERS // x.shape[-1])
+    return max(1, _BLOCK_SIZE // x.shape[-1])
 
 
 def fits_kernel(outs: Sequence[Array]) -> bool:

@@ -158,7 +158,7 @@ def _how_to_restore(before: dict[str, Any], now: dict[str, Any], changed: list[s
 
 
 def _check_same_init(folder: RunFolder, init_from: str) -> None:
-    """Raise ConfigError if the run in this directory started from another model than --init-from."""
+    """Raise ConfigError if the run in this directory did not start from the model of --init-from."""
     if (described := folder.description()) is None:
         return
     began = (described.init_from or {}).get("folder") or described.config.get("train.init_from")
@@ -194,7 +194,7 @@ def _check_shapes(model: ArchitectureConfig, folder: RunFolder) -> None:
     try:
         theirs = folder.config().model
     except ConfigError:
-        return  # run.json is missing or of another version: reading the weights finds any difference
+        return  # run.json is missing or from an incompatible version: reading the weights finds any difference
     if type(model) is not type(theirs) or _shapes(model) == _shapes(theirs):
         return
     was, now = vars(theirs), vars(model)

@@ -46,7 +46,7 @@ def make_train_step(
         # Gradients, summed over the tokens of all microbatches and divided once: every token has the same weight.
         trained, frozen = training.split(state.model)
         dropout_key = jax.random.fold_in(jax.random.key(h.seed), state.step) if drops(state.model) else None
-        # Of stochastic rounding: of sums over microbatches, and of the update.
+        # Salts of the stochastic rounding of gradient sums and of the update.
         sum_salt, update_salt = (salt_of(h.seed, state.step, purpose) for purpose in range(2))
         batch = batch._replace(carry=state.carry)  # None for most objectives
         summed, (sums, health, carry) = summed_gradients(objective, trained, frozen, batch, dropout_key, sum_salt)
@@ -62,7 +62,7 @@ def make_train_step(
         measured_M = jnp.stack([metrics[name] for name in spikes.MEASURES])
         scores_M = spikes.scores(state.recent, measured_M)
         is_spike = (jnp.max(scores_M) > h.spike_score) & ~is_empty  # spike_score is infinite to ignore spikes
-        # NaN is not remembered.
+        # `remember` ignores NaN.
         recent = spikes.remember(state.recent, jnp.where(is_empty, jnp.nan, measured_M), is_spike)
         is_good = jnp.isfinite(measured_M).all() & ~(is_spike & (h.skip_spikes > 0))
         metrics |= {f"spike_score/{name}": score for name, score in zip(spikes.MEASURES, scores_M, strict=True)}

@@ -41,7 +41,7 @@ from nash_mhc.train.state import TrainState, abstract_state, saved_part
 from nash_mhc.train.trainer import run
 
 STEPS, SAVED, KILLED = 8, 3, 5  # steps per run; the step that is resumed from; the last step of the killed run
-# Relative tolerance of losses on another mesh, which adds up sums in another order.
+# Relative tolerance of losses on another mesh, which adds numbers in a different order.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}
 _BLOCK = 1 << 24  # numbers that are checked together; bounds the extra memory
 
@@ -125,7 +125,7 @@ def kill_after(folder: Path, step: int) -> Callable[[int], None]:
 
 
 class WrongExit(Exception):
-    """A run ended with another exit code than expected."""
+    """A run ended with an unexpected exit code."""
 
     def __init__(self, what: str, code: int) -> None:
         super().__init__(f"{what} ended with exit code {code}; the check is inconclusive")
@@ -249,7 +249,7 @@ def wanted_state(checkpoint: Folder) -> TrainState:
 
 
 def _wrong_arrays(saved: dict[str, tuple[tuple[int, ...], str]], wanted: TrainState, state: TrainState) -> Iterator[str]:
-    """Yield a line for every array saved with another dtype than its configuration needs, or with non-finite values.
+    """Yield a line for every array whose saved dtype differs from the configuration's, or with non-finite values.
 
     A restore checks the shapes, but casts another dtype silently.
     """

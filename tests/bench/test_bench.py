@@ -394,14 +394,14 @@ def test_the_line_of_a_run_that_diverged_ends_there(compared, tmp_path):
     figures = copy.deepcopy(compared.figures)
     for curve in (v["curve"] for v in figures["variants"].values()):
         curve[-1][2] = None
-    findings.picture(figures, tmp_path / "shorter.svg")
-    findings.picture(compared.figures, tmp_path / "whole.svg")
+    findings.plot_curves(figures, tmp_path / "shorter.svg")
+    findings.plot_curves(compared.figures, tmp_path / "whole.svg")
     for (_, shorter), (_, whole) in zip(*(lines_of(tmp_path / f"{name}.svg") for name in ("shorter", "whole")), strict=True):
         assert shorter.count("L") < whole.count("L")
     for curve in (v["curve"] for v in figures["variants"].values()):
         for point in curve:
             point[2] = None
-    findings.picture(figures, tmp_path / "empty.svg")
+    findings.plot_curves(figures, tmp_path / "empty.svg")
     assert not any("L" in path for _, path in lines_of(tmp_path / "empty.svg"))
 
 

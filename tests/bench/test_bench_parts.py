@@ -133,7 +133,7 @@ def test_figures_follow_from_one_another(monkeypatch, tmp_path, capsys):
     run(monkeypatch, *SIZE, *"--model-residual plain --batch-size 2 --unroll no --remat dots --json".split(), str(file))
     figures, shown = json.loads(file.read_text()), capsys.readouterr().out
     rows = figures["parts"]
-    assert [row["lost_ms_a_step"] for row in rows] == sorted((row["lost_ms_a_step"] for row in rows), reverse=True)
+    assert [row["lost_ms_per_step"] for row in rows] == sorted((row["lost_ms_per_step"] for row in rows), reverse=True)
     for row in rows:
         by_bytes = 1e3 * row["gb"] / figures["memory_gb_per_s"]
         by_flops = row["gflop"] / figures["matmul_tflops_per_s"]
@@ -141,10 +141,10 @@ def test_figures_follow_from_one_another(monkeypatch, tmp_path, capsys):
         assert row["bound_by"] == ("matmul" if by_flops > by_bytes else "memory")
         assert 0 < row["forward_floor_ms"] <= row["floor_ms"]
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms"])
-        assert row["ms_a_step"] == pytest.approx(row["ms"] * row["times"])
-        assert row["lost_ms_a_step"] == pytest.approx(row["ms_a_step"] - row["floor_ms"] * row["times"])
+        assert row["ms_per_step"] == pytest.approx(row["ms"] * row["times"])
+        assert row["lost_ms_per_step"] == pytest.approx(row["ms_per_step"] - row["floor_ms"] * row["times"])
         assert f" {row['part']} " in shown
-    assert figures["parts_ms"] == pytest.approx(sum(row["ms_a_step"] for row in rows))
+    assert figures["parts_ms"] == pytest.approx(sum(row["ms_per_step"] for row in rows))
     assert figures["rest_ms"] == pytest.approx(figures["step_ms"] - figures["parts_ms"])
     assert figures["step_ms_is"] == "measured"  # two layers are few
     assert figures["step_ms"] > 0

@@ -355,7 +355,7 @@ def _field(record: Any, name: str, where: str, remedy: str) -> Any:
 
 
 def _suggest_template(record: Any) -> str:
-    """Return what to do about a record without the text field, given the names of its fields."""
+    """Return the remedy for a record without the text field; it depends on the names of the fields."""
     by_flag = "name the text field with --text-field"
     names = set(record) if isinstance(record, Mapping) else set()
     prompt = next((name for name in _PROMPT_NAMES if name in names), None)

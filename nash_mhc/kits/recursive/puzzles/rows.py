@@ -1,8 +1,8 @@
 """Kinds of puzzles, and their rows: the question's cells are the inputs, the solution's cells the targets.
 
-Generated puzzles form a pool, each of another symmetry class, which is cached in a file. The pool follows from the kind
-alone and is the same on every machine. A smaller pool is the beginning of a larger one, and a class is held out by its
-hash. So no run is evaluated on a puzzle that another one was trained on, for pools of any size.
+Generated puzzles, each of a different symmetry class, form a pool that is cached in a file. The pool follows from the
+kind alone and is the same on every machine. A smaller pool is the beginning of a larger one, and a class is held out
+by its hash. So no run is evaluated on a puzzle that another one was trained on, for pools of any size.
 """
 
 from __future__ import annotations
