@@ -85,7 +85,7 @@ def with_begin(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
 
 
 def is_of_model(name: str) -> bool:
-    """Return whether this is a Hugging Face model folder; its documents begin with the token that its tokenizer adds."""
+    """Return whether this is a Hugging Face model folder. Its tokenizer then decides how documents begin."""
     folder = Path(name)
     return (folder / "config.json").is_file() and not (folder / "run.json").exists()
 

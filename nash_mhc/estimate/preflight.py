@@ -44,7 +44,7 @@ _CAUSES = {
     "activations": "--batch-size, --seq-len, --model-layers, --remat",
     "logits": "--model-vocab-size, --mesh-tp",
     "collectives": "--mesh-fsdp",
-    "teachers": "size of the frozen models of --objective, --mesh-fsdp, --mesh-tp",
+    "teachers": "the frozen models of --objective, --mesh-fsdp, --mesh-tp",
     "temporaries": "--batch-size, --seq-len, the compiler",
 }
 

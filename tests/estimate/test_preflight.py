@@ -94,7 +94,7 @@ def test_a_teacher_and_an_anchor_count(monkeypatch, tmp_path):
     expected = preflight.preflight(cfg, mesh)
     assert expected["gib_by_category"]["teachers"] == weights / 2**30
     monkeypatch.setattr(preflight, "device_capacity", lambda mesh: 2.0 * alone)
-    with pytest.raises(ConfigError, match=r"teachers [\d.]+ [GM]iB from .*--objective"):
+    with pytest.raises(ConfigError, match=r"teachers [\d.]+ [GM]iB: set by .*--objective"):
         preflight.preflight(cfg, mesh)
 
 
@@ -120,7 +120,7 @@ def test_memory_that_runs_out_is_explained_with_settings_that_hold_less():
     memory = estimate(cfg, mesh.shape)
     parts = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory)}
     for name in sorted(parts, key=lambda n: -parts[n])[:3]:
-        assert re.search(rf"{name} [\d.]+ [GM]iB from ", message)
+        assert re.search(rf"{name} [\d.]+ [GM]iB: set by ", message)
 
 
 def test_what_was_known_to_be_too_much_is_answered_with_what_there_is_room_for(monkeypatch):
