@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nash_mhc.bench.step import bench_step, random_rows, settings_of
-from nash_mhc.bench.step_parts import Arrays, Part, check, chosen, least, module_of, one_group, parts_and_arrays
+from nash_mhc.bench.step_parts import Arrays, Part, check, lower_bound, module_of, one_group, parts_and_arrays, select_parts
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig, TrainConfig
 from nash_mhc.model.remat import remat_policy
 from nash_mhc.runtime.compiled import CompiledStep
@@ -115,7 +115,7 @@ def _compiled(
 
     def compile_one(name: str, backward: bool) -> _Program:
         part, abstract = parts[name], jax.tree.map(shape, arrays[name])
-        floor = rates.floor(*least(part, abstract, backward=backward))
+        floor = rates.floor(*lower_bound(part, abstract, backward=backward))
         copies = 1 if on_cpu else min(_MOST_COPIES, math.ceil(_CALL_S / floor))
         step = CompiledStep(_program(part, train, backward=backward), mesh, deterministic=train.deterministic)
         return _Program(step.compile([abstract] * copies, ()), copies)
@@ -126,7 +126,7 @@ def _compiled(
 
 
 def _figures(part: Part, arrays: Arrays, rates: Rates, forward: float, whole: float) -> dict[str, Any]:
-    needed = least(part, arrays, backward=part.has_gradient)
+    needed = lower_bound(part, arrays, backward=part.has_gradient)
     floor = rates.floor(*needed)
     return {
         "part": part.name,
@@ -136,7 +136,7 @@ def _figures(part: Part, arrays: Arrays, rates: Rates, forward: float, whole: fl
         "ms_per_step": whole * part.times * 1e3,
         "gb": needed.bytes / 1e9,
         "gflop": needed.flops / 1e9,
-        "forward_floor_ms": rates.floor(*least(part, arrays, backward=False)) * 1e3,
+        "forward_floor_ms": rates.floor(*lower_bound(part, arrays, backward=False)) * 1e3,
         "floor_ms": floor * 1e3,
         "bound_by": "matmul" if needed.flops / rates.flops > needed.bytes / rates.bytes else "memory",
         "share_of_floor": floor / whole,
@@ -172,7 +172,7 @@ def bench_parts(
     rates = lambda: Rates(matmul_rate(cfg.train.dtype, device, seconds), memory_rate(device, seconds))
     with jax.set_mesh(mesh):  # check the names before anything is measured
         shapes = abstract_state(of_one_group).model, abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
-        names = chosen(list(parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *shapes))[0]), only)
+        names = select_parts(list(parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *shapes))[0]), only)
     before = rates()
     state, batch = (
         create_state(of_one_group, mesh),

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from nash_mhc.checkpoint.manifest import FILE, best_of, held_out_loss, read_values, saved_steps, step_of
-from nash_mhc.config.recorded import leaves, taken_over
+from nash_mhc.config.recorded import inherited, leaves
 from nash_mhc.config.schema import KIT_SECTIONS, ConfigError, ModelConfig, RunConfig
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_config_error, as_os_errors, reason
@@ -119,9 +119,9 @@ class RunFolder:
         with contextlib.suppress(OSError, *MALFORMED):
             info = parse_json((self.path / RUN).read_bytes())
             has_settings = "settings" in info  # as the user gave them; older runs have only the full configuration
-            return taken_over(leaves(info["settings" if has_settings else "config"]), as_asked=has_settings)
+            return inherited(leaves(info["settings" if has_settings else "config"]), as_asked=has_settings)
         described = self.description()
-        return {} if described is None else taken_over(described.config, as_asked=False)
+        return {} if described is None else inherited(described.config, as_asked=False)
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint to resume from, or a damaged one that a backup may replace."""

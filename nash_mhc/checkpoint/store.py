@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.manifest import delete_unretained, remove_unfinished
-from nash_mhc.checkpoint.run_lock import SEEN_S, appears
+from nash_mhc.checkpoint.run_lock import SEEN_S, wait_for_any
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.parallel.board import Barrier, LostProcess, from_leader
 from nash_mhc.parallel.params import named_leaves
@@ -192,7 +192,7 @@ class Store:
         mark = self.folder / f"{step}.saving"
         if jax.process_index() == 0:
             mark.touch()
-        elif not appears(mark):
+        elif not wait_for_any(mark):
             raise FileNotFoundError(errno.ENOENT, "does not see the files of process 0", str(self.folder))
 
     def _check_attempt(self, attempt: int) -> None:

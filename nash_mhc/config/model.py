@@ -292,13 +292,14 @@ class ModelConfig(ArchitectureConfig):
             raise ConfigError("model.mixer multiscale needs at least 2 scales; set model.scales 2")
         if self.layers % len(self.group) and self.pattern is not None:
             raise ConfigError(
-                f"model.pattern {self.pattern!r} is a group of {len(self.group)} layers, which does not divide model.layers "
-                f"{self.layers}; the nearest that does is {nearest_multiple(self.layers, len(self.group))}"
+                f"model.layers {self.layers} is not a multiple of the {len(self.group)} layers in model.pattern "
+                f"{self.pattern!r}; the nearest multiple is {nearest_multiple(self.layers, len(self.group))}"
             )
         if self.layers % len(self.group) and self.value_embeddings:
             raise ConfigError(
-                f"model.value_embeddings {self.value_embeddings} makes groups of {len(self.group)} layers, which do not divide "
-                f"model.layers {self.layers}; the nearest that does is {nearest_multiple(self.layers, len(self.group))}"
+                f"model.layers {self.layers} is not a multiple of {len(self.group)}, the group size with "
+                f"model.value_embeddings {self.value_embeddings}; "
+                f"the nearest multiple is {nearest_multiple(self.layers, len(self.group))}"
             )
         if self.full_every and self.window is None:
             raise ConfigError("model.full_every removes windows, but model.window is none; set model.window, or full_every 0")

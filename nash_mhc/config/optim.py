@@ -61,7 +61,7 @@ class OptimConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rate_factors is not None and self.optimizer != "normuon":
-            raise ConfigError(f"--rate-factors needs --optimizer normuon, not {self.optimizer}; set --optimizer normuon")
+            raise ConfigError(f"--rate-factors works only with --optimizer normuon, not {self.optimizer}; leave it out")
         self.group_rates  # noqa: B018  checks the text
 
     @property

@@ -24,7 +24,7 @@ class DataConfig(Section):
         weighted=True,
         path=True,
     )
-    dataset_name: str | None = key(None, "configuration (subset) of a Hugging Face dataset")
+    dataset_name: str | None = key(None, "subset (configuration) of a Hugging Face dataset")
     split: str = key("train", "split to train on")
     eval_split: str = key("validation", "split to evaluate on; never used for training")
     validation_fraction: float = key(

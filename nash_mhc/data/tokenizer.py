@@ -197,11 +197,11 @@ class HuggingFaceTokenizer(Tokenizer):
         """Write tokenizer.json alone."""
         values = json.loads(self._backend.to_str())
         if begins and not self.adds_begin:
-            values["post_processor"] = prepend_token(self._backend.id_to_token(self.end), self.end)
+            values["post_processor"] = prepending_processor(self._backend.id_to_token(self.end), self.end)
         (folder / "tokenizer.json").write_text(json.dumps(values, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def prepend_token(token: str, number: int) -> dict[str, Any]:
+def prepending_processor(token: str, number: int) -> dict[str, Any]:
     """Return the post-processor of a tokenizer.json that prepends this token to every text."""
     special, text = {"SpecialToken": {"id": token, "type_id": 0}}, lambda which: {"Sequence": {"id": which, "type_id": 0}}
     return {

@@ -52,7 +52,7 @@ _SEQUENCES = "batch-size x grad-accum"  # sequences per step
 def check_resume(cfg: RunConfig, *, rows: str, other_data: str = "") -> None:
     """Raise ConfigError unless the run fits what it would resume or start from.
 
-    rows: identifies the data. other_data: flags besides --dataset that the data depends on, for the message.
+    rows: identifies the data. other_data: flags other than --dataset that the data depends on, for the message.
     """
     resume, directory, settings = cfg.train.resume, cfg.train.checkpoint_dir, flatten_config(cfg.to_dict())
     own = RunFolder(directory) if directory else None

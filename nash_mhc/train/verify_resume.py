@@ -32,7 +32,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store, array_metadata
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
-from nash_mhc.parallel.mesh import Fits, misfits
+from nash_mhc.parallel.mesh import Fits, indivisible_sizes
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.processes import find_place
 from nash_mhc.storage.files import Folder, sizes, to_path
@@ -196,7 +196,7 @@ def _resume_agrees_on_other_mesh(folder: Path) -> bool:
     unbroken, moved = folder / "unbroken", folder / "moved"
     run = RunFolder(unbroken)
     cfg, devices = run.config(), run.info()["devices"]
-    fits = lambda shape: not misfits(cfg.data, cfg.model, shape)
+    fits = lambda shape: not indivisible_sizes(cfg.data, cfg.model, shape)
     if (mesh := other_mesh(cfg.mesh, fits, devices["platform"], devices["there"])) is None:
         print(f"4/4 skipped: this run fits no other mesh of {devices['there']} x {devices['kind']}")
         return True

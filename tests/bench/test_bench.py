@@ -281,7 +281,7 @@ def test_the_ffn_width_is_the_closest_of_all(name, monkeypatch):
     for unit in (8, 24):
         for target in (0, counts[8] + 1, count(MINUTE), counts[104] + 300, counts[104] + 500, counts[120] + 1300):
             best = min(range(unit, 201, unit), key=lambda ffn: abs(counts[ffn] - target))
-            assert quality.matched(model, target, unit).ffn == best, (unit, target)
+            assert quality.match_parameters(model, target, unit).ffn == best, (unit, target)
 
 
 def test_the_ffn_width_divides_over_the_mesh():

@@ -12,7 +12,7 @@ from nash_mhc.bench import __main__ as command
 from nash_mhc.bench import parts as bench
 from nash_mhc.bench import step, step_parts
 from nash_mhc.bench.parts import bench_parts, step_ms
-from nash_mhc.bench.step_parts import least, one_group, parts_and_arrays
+from nash_mhc.bench.step_parts import lower_bound, one_group, parts_and_arrays
 from nash_mhc.config import ConfigError
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import LoraConfig, ObjectiveConfig
@@ -75,7 +75,7 @@ def test_the_least_bytes_are_those_of_the_design():
     cfg = for_platform(parse(["--model-size", "1b", "--dtype", "bfloat16", "--model-vocab-size", "65536"]).config, "cpu")
     parts, given = abstract(cfg)
     unit = 8 * 4096 * 2048 * 2
-    count = lambda name, backward: least(parts[name], given[name], backward=backward).bytes / unit
+    count = lambda name, backward: lower_bound(parts[name], given[name], backward=backward).bytes / unit
     assert count("mhc-write", False) == pytest.approx(4 + 1 + 4, rel=0.01)
     assert count("mhc-write", True) == pytest.approx(9 + 4 + 4 + 1 + 1, rel=0.01)  # gradients in, both again, dy out
     # What was read and what was written come back to the streams in one pass, which reads them again.

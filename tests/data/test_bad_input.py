@@ -58,7 +58,7 @@ CASES = {
     "blank lines": ("a.jsonl", lines("\n", "\n"), {}, r"a\.jsonl: .*no document with text"),
     "empty folder": ("a", lambda path: path.mkdir(), {}, r"a: no text files in this folder;"),
     "folder with a file's name": ("a", lambda path: (path / "b.txt").mkdir(parents=True), {}, r"a: no text files in this"),
-    "no variant": ("a.txt", lines("x"), {"dataset_name": "v2"}, r"--dataset-name v2: .*a\.txt has no variants; leave it out"),
+    "no variant": ("a.txt", lines("x"), {"dataset_name": "v2"}, r"--dataset-name v2: .*a\.txt has no subsets; leave it out"),
     "template": (
         "a.jsonl", lines('{"prompt": "x", "response": "y"}\n'), {"format": "prompt", "template": "{rôle}: {content}"},
         r"--template '\{rôle\}: \{content\}': .*\{content\} once .*\{role\}",

@@ -93,7 +93,7 @@ def acted_out(monkeypatch):
         MaskType=fused.MaskType, AttentionLayout=fused.AttentionLayout,
     )  # fmt: skip
     monkeypatch.setattr(cudnn, "fused", lambda: acted)
-    monkeypatch.setattr(cudnn, "walks_documents", lambda: True)
+    monkeypatch.setattr(cudnn, "supports_document_masks", lambda: True)
     # The branch for rows of too many documents is traced and not taken.
     monkeypatch.setattr(attend_cudnn, "_masked", lambda rows, window: rows.q_BTNH)
 

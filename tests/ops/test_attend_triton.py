@@ -87,7 +87,7 @@ def asked_of_cudnn(monkeypatch):
     with_lse = lambda each, windows, _: asked.extend(windows) or [plain(rows) for rows in each]
     monkeypatch.setattr("nash_mhc.ops.attend.attend_cudnn_with_lse", with_lse)
     monkeypatch.setattr("nash_mhc.ops.attend.attend_cudnn", lambda rows, window: asked.append(window) or rows.q_BTNH)
-    monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.walks_documents", lambda: True)
+    monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.supports_document_masks", lambda: True)
     monkeypatch.setattr("nash_mhc.ops.attend._NARROW", 100)
     return asked
 
@@ -121,7 +121,7 @@ def test_cudnn_is_not_asked_where_it_would_wait_for_the_host(asked_of_cudnn, mon
 
     assert [run(None, nothing), run(segments, known)] == [2, 2]
     assert [run(segments, counted), run(segments, nothing)] == [0, 0]
-    monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.walks_documents", lambda: False)
+    monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.supports_document_masks", lambda: False)
     assert run(segments, known) == 0
 
 

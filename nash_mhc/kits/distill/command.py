@@ -40,7 +40,7 @@ def cache_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="R",
-        help="random tokens to cache per position, besides the top K [0]",
+        help="random tokens to cache per position, in addition to the top K [0]",
     )
     group.add_argument("--temperatures", default="1", metavar="T,T", help="softmax temperatures that students may use [1]")
 

@@ -23,7 +23,9 @@ class DistillConfig(Section):
         path=True, remote=True, model_folder=True,
     )  # fmt: skip
     top_k: int = key(128, "top logits to use per position of an online teacher (K)", low=1)
-    random: int = key(0, "random tokens to use per position, besides the top K (for a cache: distill cache --random)", low=0)
+    random: int = key(
+        0, "random tokens to use per position, in addition to the top K (for a cache: distill cache --random)", low=0
+    )
     layers: float = key(
         0.0,
         "weight of the distance between layer outputs of student and teacher, as a fraction of the loss; needs "

@@ -41,7 +41,7 @@ def log_failures_once(is_fault: Callable[[BaseException | None], bool]) -> None:
     before = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        """Drop what TensorStore reports about the other writes of a failed save."""
+        """Drop TensorStore's reports about the other writes of a failed save."""
         if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 

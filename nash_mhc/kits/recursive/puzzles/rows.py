@@ -351,8 +351,8 @@ def puzzle_settings(kind: Kind, values: Mapping[str, Any]) -> Settings:
     dataset = values["data.dataset"]
     if values["objective.name"] == "next_token":
         raise ConfigError(
-            f"--dataset {dataset}: puzzles need --objective puzzle; add --model-kind recursive --model-size sudoku4 (or "
-            "sudoku9), which sets it"
+            f"--dataset {dataset}: puzzles need --objective puzzle; add --model-kind recursive and a preset that sets "
+            "it: --model-size sudoku4 or sudoku9"
         )
     settings = {"data.seq_len": kind.size, "data.tokenizer": kind.tokens}
     return {path: (value, f"puzzles {dataset}") for path, value in settings.items()}
@@ -361,7 +361,7 @@ def puzzle_settings(kind: Kind, values: Mapping[str, Any]) -> Settings:
 def _open(request: OpenRequest) -> RowSource:
     cfg = request.cfg
     if cfg.dataset_name is not None:
-        raise ConfigError(f"--dataset-name {cfg.dataset_name}: puzzles have no variants; omit it")
+        raise ConfigError(f"--dataset-name {cfg.dataset_name}: puzzles have no subsets; leave it out")
     return PuzzleRows(cfg.dataset, seed=request.seed, split=request.split, cache_dir=cfg.cache_dir)
 
 
