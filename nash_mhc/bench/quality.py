@@ -291,8 +291,8 @@ def bench_quality(
     tokenizer = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end)
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(f"--tokenizer {cfg.data.tokenizer}: set --model-vocab-size {tokenizer.vocab_size} or more")
-    align, numbers = model.alignment, [cfg.train.seed + i for i in range(seeds)]
-    dataclasses.replace(cfg.train, seed=numbers[-1])  # raises for a seed that is too large
+    align, run_seeds = model.alignment, [cfg.train.seed + i for i in range(seeds)]
+    dataclasses.replace(cfg.train, seed=run_seeds[-1])  # raises for a seed that is too large
     # Four times the batches of a run's evaluation, for a precision of half a percent.
     batches = 4 * cfg.train.eval_batches if eval_rows is None else -(-eval_rows // B)
     held_out: RowSource | None
@@ -314,18 +314,18 @@ def bench_quality(
     with progress.status:
         for name in names:
             contestants.append(Contestant(name, runs[name], setting))
-            contestants[-1].compete(rates, numbers)
+            contestants[-1].compete(rates, run_seeds)
         tokens = cfg.train.total_steps * cfg.train.grad_accum * B * cfg.data.seq_len
         seconds = tokens / max(c.figures["tokens_per_s"] for c in contestants)
         for contestant in contestants if len(contestants) > 1 else []:
-            contestant.train_for_seconds(seconds, numbers[0])
+            contestant.train_for_seconds(seconds, run_seeds[0])
     measured = {c.name: c.figures for c in contestants}
     compare(measured)
     floor = floors[0] if task == "text" and (floors := loss_floor(cfg.data, tokenizer)) else None
     below, text = verdict(measured, floor)
     return settings_of(base, mesh) | {
         "steps": cfg.train.total_steps, "task": task, "dataset": cfg.data.dataset if task == "text" else task,
-        "align": align, "seeds": numbers,
+        "align": align, "seeds": run_seeds,
         "eval_rows": min(batches * B, len(held_out)), "floor_nats_per_token": floor,
         "variants": measured, "nash_below_dense": below, "verdict": text,
     }  # fmt: skip

@@ -51,7 +51,7 @@ class Reporter(logging.Handler):
         except BrokenPipeError:
             raise
         except OSError:
-            self._console = _console()  # forget what a full disk did not take
+            self._console = _console()  # drop the output that a full disk rejected
 
     def wait_for(self, text: str) -> None:
         """Announce a slow operation; the next message ends it."""
