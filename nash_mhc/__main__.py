@@ -38,7 +38,7 @@ def main() -> int:
     if command in of_kits:
         sys.argv = ["-m", *argv]
         return kits.run_command(command)
-    sys.modules.pop(f"nash_mhc.{command}.__main__", None)  # it is to run, not to be found
+    sys.modules.pop(f"nash_mhc.{command}.__main__", None)  # runpy warns if it is imported already
     sys.argv = ["-m", *argv]  # as Python itself would start it: a training run listens for signals from then on
     runpy.run_module(f"nash_mhc.{command}", run_name="__main__", alter_sys=True)
     return 0

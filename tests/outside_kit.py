@@ -20,4 +20,4 @@ def outside_kit(folder, files, monkeypatch):
     for module in [name for name in sys.modules if name.startswith(f"nash_mhc.kits.{folder.name}")]:
         del sys.modules[module]
     vars(package).pop(folder.name, None)
-    kits.forget()
+    kits.clear_cache()

@@ -30,7 +30,7 @@ ABOUT = {
 }
 USAGE = f"python -m nash_mhc.bench {' | '.join(ABOUT)} [flags of train]"
 _VARIANTS = "nash-mhc,dense,dense-mhc,dense-conv-mhc"  # of those in quality.py, which imports JAX
-# Modules with another name than their benchmark, and modules with a table of their own.
+# Modules whose name differs from their benchmark's, and modules with a table of their own.
 _MODULES = {"compile": "step", "telemetry": "data"}
 _TABLES = {"quality": "findings", "parts": "parts", "kernels": "kernels"}
 
@@ -128,7 +128,7 @@ def main() -> int:
         _module("findings").check_matplotlib()
     figures = getattr(_module(_MODULES.get(command, command)), f"bench_{command}")(parsed.config, **own)
     if picture_file:
-        _module("findings").picture(figures, picture_file)
+        _module("findings").plot_curves(figures, picture_file)
     if json_name == "-":
         print(json.dumps(figures, indent=2))
     else:

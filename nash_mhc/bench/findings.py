@@ -99,13 +99,15 @@ def check_matplotlib() -> None:
         raise ConfigError("--picture: matplotlib is not installed; pip install 'nash_mhc[notebook]'")
 
 
-def picture(figures: Figures, file: Path) -> None:
+def plot_curves(figures: Figures, file: Path) -> None:
     """Draw training loss against tokens and against seconds, as SVG. The line of a run ends where it diverges."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     curves = {name: [point for point in v["curve"] if point[2] is not None] for name, v in figures["variants"].items()}
-    late = [loss for curve in curves.values() for _, _, loss in curve[len(curve) // 10 :]]  # at first, the loss is high
+    late = [
+        loss for curve in curves.values() for _, _, loss in curve[len(curve) // 10 :]
+    ]  # the first tenth would set the scale
     panels = Figure(figsize=(9.2, 3.8), layout="constrained")
     data, unit = ("Recall", "question") if figures["task"] == "recall" else (figures["dataset"], "token")
     panels.suptitle(f"{data}: training loss (nats/{unit}), each variant at its best learning rate", fontsize=10)

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nash_mhc.bench.step import bench_step, random_rows, settings_of
-from nash_mhc.bench.step_parts import Arrays, Part, check, chosen, least, module_of, one_group, parts_and_arrays
+from nash_mhc.bench.step_parts import Arrays, Part, check, lower_bound, module_of, one_group, parts_and_arrays, select_parts
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig, TrainConfig
 from nash_mhc.model.remat import remat_policy
 from nash_mhc.runtime.compiled import CompiledStep
@@ -115,7 +115,7 @@ def _compiled(
 
     def compile_one(name: str, backward: bool) -> _Program:
         part, abstract = parts[name], jax.tree.map(shape, arrays[name])
-        floor = rates.floor(*least(part, abstract, backward=backward))
+        floor = rates.floor(*lower_bound(part, abstract, backward=backward))
         copies = 1 if on_cpu else min(_MOST_COPIES, math.ceil(_CALL_S / floor))
         step = CompiledStep(_program(part, train, backward=backward), mesh, deterministic=train.deterministic)
         return _Program(step.compile([abstract] * copies, ()), copies)
@@ -126,21 +126,21 @@ def _compiled(
 
 
 def _figures(part: Part, arrays: Arrays, rates: Rates, forward: float, whole: float) -> dict[str, Any]:
-    needed = least(part, arrays, backward=part.has_gradient)
+    needed = lower_bound(part, arrays, backward=part.has_gradient)
     floor = rates.floor(*needed)
     return {
         "part": part.name,
         "times": part.times,
         "forward_ms": forward * 1e3,
         "ms": whole * 1e3,
-        "ms_a_step": whole * part.times * 1e3,
+        "ms_per_step": whole * part.times * 1e3,
         "gb": needed.bytes / 1e9,
         "gflop": needed.flops / 1e9,
-        "forward_floor_ms": rates.floor(*least(part, arrays, backward=False)) * 1e3,
+        "forward_floor_ms": rates.floor(*lower_bound(part, arrays, backward=False)) * 1e3,
         "floor_ms": floor * 1e3,
         "bound_by": "matmul" if needed.flops / rates.flops > needed.bytes / rates.bytes else "memory",
         "share_of_floor": floor / whole,
-        "lost_ms_a_step": (whole - floor) * part.times * 1e3,
+        "lost_ms_per_step": (whole - floor) * part.times * 1e3,
     }
 
 
@@ -151,7 +151,7 @@ def step_ms(model: ArchitectureConfig, unroll: str, measure: Callable[[ModelConf
     """
     assert isinstance(model, ModelConfig)
     groups = model.layers // len(model.windows)
-    few = (1, 2) if unroll == "yes" else (2, 4)  # a loop of one iteration is no loop
+    few = (1, 2) if unroll == "yes" else (2, 4)  # XLA removes a loop of one iteration
     if groups <= few[1]:
         return measure(model), "measured"
     first, second = (measure(one_group(model, count)) for count in few)
@@ -172,7 +172,7 @@ def bench_parts(
     rates = lambda: Rates(matmul_rate(cfg.train.dtype, device, seconds), memory_rate(device, seconds))
     with jax.set_mesh(mesh):  # check the names before anything is measured
         shapes = abstract_state(of_one_group).model, abstract_batch(cfg.data, cfg.train.grad_accum, mesh)
-        names = chosen(list(parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *shapes))[0]), only)
+        names = select_parts(list(parts_and_arrays(cfg, lambda walk: jax.eval_shape(walk, *shapes))[0]), only)
     before = rates()
     state, batch = (
         create_state(of_one_group, mesh),
@@ -199,8 +199,8 @@ def bench_parts(
     figures = settings_of(cfg, mesh) | {
         "matmul_tflops_per_s": best.flops / 1e12,
         "memory_gb_per_s": best.bytes / 1e9,
-        "parts": sorted(rows, key=lambda row: -row["lost_ms_a_step"]),
-        "parts_ms": sum(row["ms_a_step"] for row in rows),
+        "parts": sorted(rows, key=lambda row: -row["lost_ms_per_step"]),
+        "parts_ms": sum(row["ms_per_step"] for row in rows),
         "floor_ms": sum(row["floor_ms"] * row["times"] for row in rows),
         "prepared_s": prepared_s,
     }
@@ -217,7 +217,7 @@ def bench_parts(
 _COLUMNS = (
     ("part", "part", "s"), ("times", "times", "d"), ("forward", "forward_ms", ".3f"), ("and back", "ms", ".3f"),
     ("floor", "floor_ms", ".3f"), ("share", "share_of_floor", ".0%"), ("bound by", "bound_by", "s"), ("GB", "gb", ".3g"),
-    ("GFLOP", "gflop", ".4g"), ("a step", "ms_a_step", ".2f"), ("lost", "lost_ms_a_step", ".2f"),
+    ("GFLOP", "gflop", ".4g"), ("per step", "ms_per_step", ".2f"), ("lost", "lost_ms_per_step", ".2f"),
 )  # fmt: skip
 
 
@@ -230,8 +230,8 @@ def show(figures: dict[str, Any]) -> None:
         table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
     rows = list(figures["parts"])
     if "rest_ms" in figures:
-        rows.append({"part": "the rest", "ms_a_step": figures["rest_ms"], "lost_ms_a_step": figures["rest_ms"]})
-    rows.sort(key=lambda row: -row["lost_ms_a_step"])
+        rows.append({"part": "the rest", "ms_per_step": figures["rest_ms"], "lost_ms_per_step": figures["rest_ms"]})
+    rows.sort(key=lambda row: -row["lost_ms_per_step"])
     for row in rows:
         table.add_row(*(format(row[key], form) if key in row else "" for _, key, form in _COLUMNS))
     console = Console(highlight=False, width=max(Console().width, _TABLE_WIDTH))
@@ -241,5 +241,5 @@ def show(figures: dict[str, Any]) -> None:
     if "step_ms" in figures:
         sums += f" The step takes {figures['step_ms']:,.4g} ms ({figures['step_ms_is']})."
     console.print(f"Floors assume {rates}, measured here. {sums}", markup=False, soft_wrap=True)
-    largest = f"Largest loss: {rows[0]['part']}, {rows[0]['lost_ms_a_step']:,.3g} ms/step."
+    largest = f"Largest loss: {rows[0]['part']}, {rows[0]['lost_ms_per_step']:,.3g} ms/step."
     console.print(largest, markup=False, soft_wrap=True)

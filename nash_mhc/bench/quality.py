@@ -48,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 _TOLERANCE = 0.03  # relative difference in parameters
 
 
-def chosen(names: str) -> list[str]:
+def parse_variants(names: str) -> list[str]:
     """Parse `dense,nash-mhc` into distinct variants. Raise ConfigError for an unknown name."""
     variants = list(dict.fromkeys(name.strip().lower() for name in names.split(",")))
     for name in variants:
@@ -65,7 +65,7 @@ def base_model(model: ArchitectureConfig) -> ModelConfig:
     return model
 
 
-def matched(model: ModelConfig, parameters: int, unit: int) -> ModelConfig:
+def match_parameters(model: ModelConfig, parameters: int, unit: int) -> ModelConfig:
     """Set the FFN width, a multiple of `unit`, that brings the model closest to this number of parameters."""
     at = lambda ffn: count_parameters(dataclasses.replace(model, ffn=ffn))
     slope = at(2 * unit) - at(unit)  # every unit of width adds the same
@@ -77,7 +77,7 @@ def variant(name: str, model: ModelConfig, tp: int) -> ModelConfig:
     if not VARIANTS[name]:
         return model
     target = count_parameters(model)
-    model = matched(dataclasses.replace(model, **VARIANTS[name]), target, math.lcm(8, tp))
+    model = match_parameters(dataclasses.replace(model, **VARIANTS[name]), target, math.lcm(8, tp))
     if abs((count := count_parameters(model)) / target - 1) > _TOLERANCE:
         raise ConfigError(
             f"variant {name}: no FFN width gives {target:,} parameters within {_TOLERANCE:.0%} (the nearest, {model.ffn}, "
@@ -249,7 +249,7 @@ class Contestant:
             **figures,
         }
 
-    def race(self, seconds: float, seed: int) -> None:
+    def train_for_seconds(self, seconds: float, seed: int) -> None:
         """Train for as many steps as fit into that time, with a schedule of that length."""
         tokens = self.cfg.train.grad_accum * self.cfg.data.batch_size * self.cfg.data.seq_len
         steps = max(1, min(self.cfg.train.total_steps, round(seconds * self.figures["tokens_per_s"] / tokens)))
@@ -281,7 +281,7 @@ def bench_quality(
     task: str = "text",
 ) -> Figures:
     """Check everything, then train and compare the variants, one at a time."""
-    names, model, B = chosen(variants), base_model(cfg.model), cfg.data.batch_size
+    names, model, B = parse_variants(variants), base_model(cfg.model), cfg.data.batch_size
     if seeds < 1 or (eval_rows is not None and eval_rows < 1):
         raise ConfigError("--seeds and --eval-rows must be at least 1")
     rates = parse_learning_rates(learning_rates, cfg.optim.learning_rate)
@@ -291,8 +291,8 @@ def bench_quality(
     tokenizer = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end)
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(f"--tokenizer {cfg.data.tokenizer}: set --model-vocab-size {tokenizer.vocab_size} or more")
-    align, numbers = model.alignment, [cfg.train.seed + i for i in range(seeds)]
-    dataclasses.replace(cfg.train, seed=numbers[-1])  # raises for a seed that is too large
+    align, run_seeds = model.alignment, [cfg.train.seed + i for i in range(seeds)]
+    dataclasses.replace(cfg.train, seed=run_seeds[-1])  # raises for a seed that is too large
     # Four times the batches of a run's evaluation, for a precision of half a percent.
     batches = 4 * cfg.train.eval_batches if eval_rows is None else -(-eval_rows // B)
     held_out: RowSource | None
@@ -314,18 +314,18 @@ def bench_quality(
     with progress.status:
         for name in names:
             contestants.append(Contestant(name, runs[name], setting))
-            contestants[-1].compete(rates, numbers)
+            contestants[-1].compete(rates, run_seeds)
         tokens = cfg.train.total_steps * cfg.train.grad_accum * B * cfg.data.seq_len
         seconds = tokens / max(c.figures["tokens_per_s"] for c in contestants)
         for contestant in contestants if len(contestants) > 1 else []:
-            contestant.race(seconds, numbers[0])
+            contestant.train_for_seconds(seconds, run_seeds[0])
     measured = {c.name: c.figures for c in contestants}
     compare(measured)
     floor = floors[0] if task == "text" and (floors := loss_floor(cfg.data, tokenizer)) else None
     below, text = verdict(measured, floor)
     return settings_of(base, mesh) | {
         "steps": cfg.train.total_steps, "task": task, "dataset": cfg.data.dataset if task == "text" else task,
-        "align": align, "seeds": numbers,
+        "align": align, "seeds": run_seeds,
         "eval_rows": min(batches * B, len(held_out)), "floor_nats_per_token": floor,
         "variants": measured, "nash_below_dense": below, "verdict": text,
     }  # fmt: skip

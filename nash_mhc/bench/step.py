@@ -136,7 +136,7 @@ def bench_step(cfg: RunConfig, *, steps: int, warmup: int, against: str | None =
 _COLLECTIVE = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
-def communicating(text: str) -> str:
+def without_local_collectives(text: str) -> str:
     """Return a program's text without collectives over single devices, which only XLA's CPU compiler leaves in."""
     return "\n".join(line for line in text.splitlines() if not _is_over_one_device(line))
 
@@ -151,7 +151,7 @@ def _is_over_one_device(line: str) -> bool:
 
 def count_collectives(compiled: Any) -> dict[str, int]:
     """Count the collectives in the program text by kind; one inside a loop counts once."""
-    return dict(sorted(Counter(_COLLECTIVE.findall(communicating(compiled.as_text()))).items()))
+    return dict(sorted(Counter(_COLLECTIVE.findall(without_local_collectives(compiled.as_text()))).items()))
 
 
 def _tpu_mesh(cfg: MeshConfig, topology: str) -> Mesh:
@@ -178,7 +178,7 @@ def _tpu_mesh(cfg: MeshConfig, topology: str) -> Mesh:
 def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
     """Compile for `topology`, such as v6e:2x4, with libtpu but without a TPU; or for `cpu`, with emulated devices."""
     emulated = dataclasses.replace(cfg.mesh, platform="cpu")
-    with contextlib.nullcontext() if topology == "cpu" else hidden("libtpu", "TPU_STDERR_LOG_LEVEL"):
+    with contextlib.nullcontext() if topology == "cpu" else hide_stderr("libtpu", "TPU_STDERR_LOG_LEVEL"):
         mesh = make_mesh(emulated) if topology == "cpu" else _tpu_mesh(cfg.mesh, topology)
         check_fit(cfg.data, cfg.model, mesh.shape, resizable=cfg.resizable)
         cfg = for_platform(cfg, "cpu" if topology == "cpu" else "tpu")
@@ -205,7 +205,7 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def hidden(library: str, unless: str) -> Iterator[None]:
+def hide_stderr(library: str, unless: str) -> Iterator[None]:
     """Hide what a C++ library writes to stderr and print the number of lines, unless an environment variable is set.
 
     This redirects the file descriptor, so Python's messages are hidden, too.

@@ -231,21 +231,21 @@ def _matrix_size(module: Any, rows: int | None) -> int:
     return sum(jax.tree.leaves(map_declared(module, count)))
 
 
-class Least(NamedTuple):
+class LowerBound(NamedTuple):
     """The least FLOPs and bytes of a part."""
 
     flops: float
     bytes: float
 
 
-def least(part: Part, arrays: Arrays, *, backward: bool) -> Least:
+def lower_bound(part: Part, arrays: Arrays, *, backward: bool) -> LowerBound:
     size = lambda *trees: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(trees))
     read = size(arrays.weights, arrays.frozen, arrays.inputs, arrays.constants) - part.unread
     moved = read + size(part.written(arrays.out))
     if not backward:
-        return Least(part.flops, moved)
+        return LowerBound(part.flops, moved)
     moved += read * part.rereads_inputs + size(arrays.out) + size(arrays.weights, arrays.inputs)
-    return Least(part.flops + part.flops_backward, moved)
+    return LowerBound(part.flops + part.flops_backward, moved)
 
 
 def check(model: ArchitectureConfig, objective: str, devices: int) -> None:
@@ -258,7 +258,7 @@ def check(model: ArchitectureConfig, objective: str, devices: int) -> None:
         raise ConfigError(f"bench parts runs on one device, but the mesh has {devices}; leave out the --mesh flags")
 
 
-def chosen(names: list[str], wanted: str | None) -> list[str]:
+def select_parts(names: list[str], wanted: str | None) -> list[str]:
     """Select parts by name or by prefix: `mixer` selects all that start with `mixer-`."""
     selected: set[str] = set()
     for word in [] if wanted is None else wanted.split(","):

@@ -158,7 +158,7 @@ def parse(command: str, argv: Sequence[str]) -> tuple[Folder, int | None]:
     parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="run directory")
     default = "latest" if command in ("inspect", "restore-test") else "all"
     parser.add_argument("--step", type=int, metavar="K", help=f"checkpoint step [{default}]")
-    args = parser.parse_strictly(argv, "name one folder")
+    args = parser.parse_strictly(argv, "give only one folder")
     if not args.folder:
         raise ConfigError("no run directory given; add one, such as runs/tiny-20260101-120000")
     return _folder(args.folder), args.step

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from nash_mhc.checkpoint.manifest import FILE, best_of, held_out_loss, read_values, saved_steps, step_of
-from nash_mhc.config.recorded import leaves, taken_over
+from nash_mhc.config.recorded import inherited, leaves
 from nash_mhc.config.schema import KIT_SECTIONS, ConfigError, ModelConfig, RunConfig
 from nash_mhc.storage import files
 from nash_mhc.storage.errors import as_config_error, as_os_errors, reason
@@ -51,7 +51,7 @@ class Description(NamedTuple):
 
 
 def _object(values: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """Return the object under `name`, or None; raise TypeError for other types, or if its `folder` is no string."""
+    """Return the object under `name`, or None; raise TypeError for other types, or if its `folder` is not a string."""
     value = values.get(name)
     if value is not None and not (isinstance(value, dict) and isinstance(value.get("folder", ""), str)):
         raise TypeError(f"{name} is {str(value)[:40]!r}")
@@ -76,7 +76,7 @@ class RunFolder:
             return files.exists(self.path, kind="directory")
 
     def info(self, *, hint: str = ", the --checkpoint-dir that it trained with") -> dict[str, Any]:
-        """Return the content of run.json; raise ConfigError if this is no run directory."""
+        """Return the content of run.json; raise ConfigError if this is not a run directory."""
         if not self.exists():
             raise ConfigError(f"{self.path}: no such folder; give a run directory{hint}")
         with as_config_error(self.path):
@@ -119,9 +119,9 @@ class RunFolder:
         with contextlib.suppress(OSError, *MALFORMED):
             info = parse_json((self.path / RUN).read_bytes())
             has_settings = "settings" in info  # as the user gave them; older runs have only the full configuration
-            return taken_over(leaves(info["settings" if has_settings else "config"]), as_asked=has_settings)
+            return inherited(leaves(info["settings" if has_settings else "config"]), as_asked=has_settings)
         described = self.description()
-        return {} if described is None else taken_over(described.config, as_asked=False)
+        return {} if described is None else inherited(described.config, as_asked=False)
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint to resume from, or a damaged one that a backup may replace."""

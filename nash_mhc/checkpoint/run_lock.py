@@ -163,7 +163,7 @@ class _SharedLock(Owner):
         self._folder, self._handle = folder, handle
 
     def reacquire(self) -> None:
-        with contextlib.suppress(OSError):  # until the folder is visible here, the lock of process 0 has to do
+        with contextlib.suppress(OSError):  # until the folder is visible here, the lock of process 0 suffices
             if (handle := _try_lock(self._folder / OTHERS, fcntl.LOCK_SH)) is not None:
                 os.close(self._handle)
                 self._handle = handle
@@ -293,14 +293,14 @@ def acquire_shared(folder: Folder) -> Owner:
 
 def check_visible(folder: Folder) -> None:
     """Raise ConfigError unless this process sees the lock that process 0 holds."""
-    if not appears(folder / LOCK, folder / OBJECT):
+    if not wait_for_any(folder / LOCK, folder / OBJECT):
         raise ConfigError(
             f"--checkpoint-dir {folder}: process {os.getpid()} on {socket.gethostname()} does not see the files of "
             f"process 0; all processes need the same folder on a shared disk"
         )
 
 
-def appears(*paths: Folder) -> bool:
+def wait_for_any(*paths: Folder) -> bool:
     """Wait for one of these files of another process, as long as a shared disk may take to show it."""
     end = time.monotonic() + SEEN_S
     while not any(map(exists, paths)):

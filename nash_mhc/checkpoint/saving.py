@@ -166,8 +166,8 @@ class Saver:
         return "there is no complete checkpoint" if self.last is None else f"the latest one, step {self.last}, is gone"
 
     def _missing(self) -> tuple[list[str], bool]:
-        """Return what was deleted or moved away, and whether that is only the lock. Unknown counts as not missing:
-        saving will fail and say why."""
+        """Return the names of missing files, and whether only the lock is missing. If the storage does not answer,
+        nothing counts as missing: the save will fail and report why."""
         missing: list[str] = []
         with contextlib.suppress(OSError), as_os_errors():
             missing = self._run.missing(self._texts)

@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from nash_mhc.checkpoint import manifest
 from nash_mhc.checkpoint.manifest import delete_unretained, remove_unfinished
-from nash_mhc.checkpoint.run_lock import SEEN_S, appears
+from nash_mhc.checkpoint.run_lock import SEEN_S, wait_for_any
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.parallel.board import Barrier, LostProcess, from_leader
 from nash_mhc.parallel.params import named_leaves
@@ -45,7 +45,7 @@ class Store:
         # Orbax accepts a relative path but fails at the first save.
         self.folder = (to_path(folder) if is_remote(folder) else to_path(folder).absolute()) / "checkpoints"
         self._keep, self._keep_every = keep, keep_every
-        self.verified: set[int | None] = set()  # steps that need no further check, also by another process
+        self.verified: set[int | None] = set()  # steps that need no further check, even if another process checked them
         self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._finishing: Future[None] | None = None
         self._failed = False
@@ -192,7 +192,7 @@ class Store:
         mark = self.folder / f"{step}.saving"
         if jax.process_index() == 0:
             mark.touch()
-        elif not appears(mark):
+        elif not wait_for_any(mark):
             raise FileNotFoundError(errno.ENOENT, "does not see the files of process 0", str(self.folder))
 
     def _check_attempt(self, attempt: int) -> None:
@@ -209,7 +209,7 @@ class Store:
             self._background = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def recover(self) -> None:
-        """Remove what a failed save left, and recreate the folder if needed."""
+        """Remove the files of a failed save, and recreate the folder if needed."""
         if jax.process_index() == 0:
             files.make(self.folder)
             remove_unfinished(self.folder)

@@ -97,7 +97,7 @@ def check_field(name: str, value: Any, annotation: Any, metadata: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} must be a finite number, not {value}")
     if isinstance(value, int) and abs(value) >= 2**63:
-        raise ConfigError(f"{name} must be an integer of 64 bits, not {value}")
+        raise ConfigError(f"{name} must be a 64-bit integer, not {value}")
     if isinstance(value, str) and not _is_valid_argument(value):
         raise ConfigError(f"{name} must be text without NUL characters or lone surrogates, not {value!r}")
     if metadata.get("path"):

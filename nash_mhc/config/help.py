@@ -15,7 +15,7 @@ from nash_mhc.config.commands import name_hint
 from nash_mhc.config.keys import OURS, SMALL, Key, further, key_of_any_kind, keys, sections
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig, weighted_parts
 
-_DIR = "run directory, as --checkpoint-dir; write ./NAME if it has no slash; "
+_DIR = "run directory, the same as --checkpoint-dir (for a name without a slash, write ./NAME); "
 _EXAMPLES = (
     "--total-steps 50",
     "--model-size small --batch-size 32 learning_rate=1e-3",

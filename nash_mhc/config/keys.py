@@ -135,7 +135,7 @@ def find(name: str, *, loose: bool = False, kind: str = OURS) -> Key | None:
 
 
 def other_kind_hint(name: str, kind: str) -> str:
-    """Return a remark on a name that is no key of this kind of model: it was removed, or another kind has it."""
+    """Return a remark on a name that this kind of model has no key for: it was removed, or another kind has it."""
     for path, instead in declared.REMOVED.items():
         if name in (path, path.replace(".", "_")):
             return f": {path} was removed; {instead}"

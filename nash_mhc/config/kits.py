@@ -110,7 +110,7 @@ def use(folders: str | None, *, recorded: bool = False) -> None:
             _use(folder, recorded)
 
 
-def forget() -> None:
+def clear_cache() -> None:
     """Clear the cache of kits, after a folder was added or removed."""
     _all_kits.cache_clear()
 

@@ -225,12 +225,10 @@ class ModelConfig(ArchitectureConfig):
     conv_taps: int = key(4, "taps of the convolution before attention (0: no convolution)", low=0, high=16)
     aggregation: str = key(
         "nash",
-        "weights of the scales: nash (a small game), convex (softmax over all keys of all scales), mean (equal)",
+        "how to weight the scales: nash (a small game between them), convex (softmax over the keys of all scales), or mean",
         choices=("nash", "convex", "mean"),
     )
-    nash_iterations: int = key(
-        3, "iterations of the game that computes these weights (--model-aggregation nash)", low=1, high=64
-    )
+    nash_iterations: int = key(3, "iterations of the game of --model-aggregation nash", low=1, high=64)
     residual: str = key(
         "mhc-layer",
         "residual connection: mhc (streams mixed in every sub-layer), mhc-layer (once per layer), or plain",
@@ -286,7 +284,7 @@ class ModelConfig(ArchitectureConfig):
         if self.rope_scaling is not None:
             RopeScaling.parse(self.rope_scaling)
         if self.pattern is not None and self.full_every:
-            raise ConfigError("model.pattern and model.full_every both say which layers differ; leave full_every at 0")
+            raise ConfigError("model.pattern and model.full_every cannot be combined; set model.full_every 0")
         mixers = {kind.mixer for kind in self.group}
         if mixers == {"attention"} and self.scales > 1:
             raise ConfigError(f"model.scales {self.scales} needs a multiscale layer; add one, or set model.scales 1")
@@ -294,13 +292,14 @@ class ModelConfig(ArchitectureConfig):
             raise ConfigError("model.mixer multiscale needs at least 2 scales; set model.scales 2")
         if self.layers % len(self.group) and self.pattern is not None:
             raise ConfigError(
-                f"model.pattern {self.pattern!r} is a group of {len(self.group)} layers, which does not divide model.layers "
-                f"{self.layers}; the nearest that does is {nearest_multiple(self.layers, len(self.group))}"
+                f"model.layers {self.layers} is not a multiple of the {len(self.group)} layers in model.pattern "
+                f"{self.pattern!r}; the nearest multiple is {nearest_multiple(self.layers, len(self.group))}"
             )
         if self.layers % len(self.group) and self.value_embeddings:
             raise ConfigError(
-                f"model.value_embeddings {self.value_embeddings} makes groups of {len(self.group)} layers, which do not divide "
-                f"model.layers {self.layers}; the nearest that does is {nearest_multiple(self.layers, len(self.group))}"
+                f"model.layers {self.layers} is not a multiple of {len(self.group)}, the group size with "
+                f"model.value_embeddings {self.value_embeddings}; "
+                f"the nearest multiple is {nearest_multiple(self.layers, len(self.group))}"
             )
         if self.full_every and self.window is None:
             raise ConfigError("model.full_every removes windows, but model.window is none; set model.window, or full_every 0")

@@ -51,7 +51,7 @@ def _is_folder(word: str) -> bool:
 
 
 def _run_folder(name: str) -> str:
-    """Raise ConfigError for a folder with other files than a run's."""
+    """Raise ConfigError for a folder with files that do not belong to a run."""
     files = set(os.listdir(name)) if os.path.isdir(name) else set()
     if files and not files & {"run.json", "checkpoints", ".lock"}:
         raise ConfigError(
@@ -91,12 +91,12 @@ def _last_named(argv: Sequence[str], key: str, found: str | None = None) -> str 
 
 def _kind(argv: Sequence[str], found: str = OURS) -> str:
     """Load the kits that argv names, and return the model kind."""
-    kits.use(_none_or(_last_named(argv, "kit")))
+    kits.use(_value_or_none(_last_named(argv, "kit")))
     named = _last_named(argv, "model_kind", found)
     return named if named in ARCHITECTURES else OURS  # type: ignore[return-value]
 
 
-def _none_or(text: str | None) -> str | None:
+def _value_or_none(text: str | None) -> str | None:
     return None if text is None or text.strip().lower() in ("none", "null", "~", "") or text.startswith("--") else text
 
 
@@ -121,7 +121,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
         if not token.startswith("-"):
             if folder is not None and "=" not in token and _is_folder(token):
                 if alone is not None:
-                    raise ConfigError(f"two folders were given, {alone} and {token}; name one")
+                    raise ConfigError(f"two folders were given, {alone} and {token}; give only one")
                 alone = _run_folder(token)
                 continue
             if not equals or not flag:
@@ -175,7 +175,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
     if folder is not None and alone is not None:  # overrides files, like a flag
         before, origin = settings.get(folder, (None, ""))
         if origin.startswith(("flag", "override")):
-            raise ConfigError(f"two folders were given, {before} and {alone}; name one")
+            raise ConfigError(f"two folders were given, {before} and {alone}; give only one")
         settings[folder] = (convert(known[folder], alone, folder), f"argument {alone}")
     return settings, print_config
 
@@ -203,7 +203,7 @@ def with_origins(error: ConfigError, parsed: Parsed) -> ConfigError:
     return ConfigError(f"{remark} {text}" if " -m nash_mhc." in text else f"{text} {remark}")
 
 
-def _one_length(settings: Settings) -> None:
+def _resolve_length(settings: Settings) -> None:
     """Resolve epochs against total steps: a typed one overrides one in a file; two typed ones are an error."""
     epochs, steps = (settings.get(f"train.{name}") for name in ("epochs", "total_steps"))
     if epochs is None or steps is None or epochs[0] is None:
@@ -288,7 +288,7 @@ def parse(
     named = None if folder is None else _named_folder(rest, keys()[folder])
     kind = _kind(rest, recorded(named, {}).get("model_kind", (OURS, ""))[0] if named is not None else OURS)
     settings, print_config = _scan(rest, [name for action in parser._actions for name in action.option_strings], folder, kind)
-    _one_length(settings)
+    _resolve_length(settings)
     if (kit := settings.get("kit")) is not None and kit[0] is not None:
         settings["kit"] = (kits.absolute(kit[0]), kit[1])
     given = {path: value for path, (value, _) in settings.items()}

@@ -34,7 +34,7 @@ def is_run_json(names: set[str]) -> bool:
     return "config" in names and "parameters" in names
 
 
-def is_taken_over(path: str, *, as_asked: bool) -> bool:
+def is_inherited(path: str, *, as_asked: bool) -> bool:
     """Return whether the next start inherits this key.
 
     as_asked: the settings were recorded as the user gave them; earlier versions recorded them after filling in
@@ -50,5 +50,5 @@ def leaves(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in sections} | found
 
 
-def taken_over(settings: dict[str, Any], *, as_asked: bool) -> dict[str, Any]:
-    return {path: value for path, value in settings.items() if is_taken_over(path, as_asked=as_asked)}
+def inherited(settings: dict[str, Any], *, as_asked: bool) -> dict[str, Any]:
+    return {path: value for path, value in settings.items() if is_inherited(path, as_asked=as_asked)}

@@ -115,7 +115,7 @@ class RunConfig:
         return next((section for section in self.of_kits if type(section) is kind), kind())
 
     def with_section(self, section: Section) -> RunConfig:
-        """Return the same run with another section of a kit."""
+        """Return the same run with this section of a kit replaced."""
         others = tuple(other for other in self.of_kits if type(other) is not type(section))
         return dataclasses.replace(self, of_kits=(*others, section))
 

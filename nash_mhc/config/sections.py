@@ -24,7 +24,7 @@ class DataConfig(Section):
         weighted=True,
         path=True,
     )
-    dataset_name: str | None = key(None, "variant of a Hugging Face dataset")
+    dataset_name: str | None = key(None, "subset (configuration) of a Hugging Face dataset")
     split: str = key("train", "split to train on")
     eval_split: str = key("validation", "split to evaluate on; never used for training")
     validation_fraction: float = key(
@@ -57,8 +57,8 @@ class DataConfig(Section):
     )
     test_split: str | None = key(
         None,
-        "split to test on at the end of the run; --test-fraction creates it if the data has none of this name (none: "
-        "`test` if --test-fraction is set, else no test)",
+        "split to test on at the end of the run (none: no test, unless --test-fraction is set). If the data has no such "
+        "split, --test-fraction creates it",
         further="tuning",
     )
     max_documents: int | None = key(None, "read at most this many documents (none: all)", low=1)
@@ -67,8 +67,8 @@ class DataConfig(Section):
     )
     begin_with_end: bool = key(
         True,
-        "start each document with the end-of-text token if the tokenizer adds no begin token (default for tokenizers of "
-        "Hugging Face models: false)",
+        "start each document with the end-of-text token if the tokenizer has no begin (BOS) token; false by default for "
+        "tokenizers of Hugging Face models",
         further="tuning",
     )
     streaming: bool = key(False, "pack sequences during training instead of preparing the data first")
@@ -76,7 +76,7 @@ class DataConfig(Section):
     batch_size: int = key(8, "sequences per forward pass over all devices; a step has batch-size x grad-accum sequences", low=1)
     seq_len: int = key(256, "tokens per sequence (T)", low=2)
     num_workers: int = key(0, "worker processes for the input pipeline (0: threads)", low=0, high=256)
-    worker_buffer_size: int = key(4, "batches that each worker prepares ahead", low=1, high=4096)
+    worker_buffer_size: int = key(4, "batches to prefetch per worker", low=1, high=4096)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,7 +117,7 @@ class MeshConfig(Section):
     fsdp: int = axis("devices to split the parameters and the batch over (-1: fill the remaining devices)")
     tp: int = axis("devices to split heads, MLP and vocabulary over (-1: fill the remaining devices)")
     num_devices: int | None = key(
-        None, "limit on the devices to use (none: 1 without --mesh flags, else all; a CPU emulates the mesh)", low=1,
+        None, "maximum number of devices to use (none: 1 without --mesh flags, else all); a CPU emulates devices", low=1,
         flag="num-devices",
     )  # fmt: skip
     platform: str = key(
@@ -223,7 +223,7 @@ class TrainConfig(Section):
     )
     unroll: str = key(
         "auto",
-        "unroll the layers instead of scanning over them: slower to compile, faster on a GPU (auto: on one GPU)",
+        "unroll the layers instead of scanning over them: slower to compile, faster on a GPU (auto: yes on a single GPU)",
         choices=("auto", "yes", "no"),
     )
     log_interval: int = key(20, "steps between rows of metrics.jsonl", low=1)
@@ -233,10 +233,10 @@ class TrainConfig(Section):
     checkpoint_dir: str | None = key(
         None, "run directory; an existing run is resumed (none: runs/SIZE-DATE-TIME)", path=True, remote=True
     )
-    max_bad_steps: int = key(10, "stop after this many steps in a row without finite loss and gradients (0: never)", low=0)
+    max_bad_steps: int = key(10, "stop after this many consecutive steps with a non-finite loss or gradient (0: never)", low=0)
     on_spike: str = key(
         "report",
-        "if loss or gradient norm rises suddenly: report it, skip the update as well, or ignore it",
+        "if loss or gradient norm rises suddenly: report it, report it and skip the update, or ignore it",
         choices=("report", "skip", "ignore"),
     )
     spike_score: float = key(

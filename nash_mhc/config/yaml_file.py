@@ -11,7 +11,7 @@ import yaml
 from nash_mhc.config.commands import did_you_mean
 from nash_mhc.config.fields import Settings, check_scheme
 from nash_mhc.config.keys import at, convert, find, keys, other_kind_hint, sections
-from nash_mhc.config.recorded import is_run_json, is_taken_over, is_unused
+from nash_mhc.config.recorded import is_inherited, is_run_json, is_unused
 from nash_mhc.config.schema import ConfigError
 
 
@@ -29,7 +29,7 @@ def nodes_of(file: str) -> yaml.nodes.Node | None:
         settings.value = [(name, child) for name, child in settings.value if name.value not in unused]
         for section, child in settings.value:
             if isinstance(child, yaml.MappingNode):
-                keep = lambda name, section=section: is_taken_over(f"{section.value}.{name.value}", as_asked=as_asked)
+                keep = lambda name, section=section: is_inherited(f"{section.value}.{name.value}", as_asked=as_asked)
                 child.value = [(name, value) for name, value in child.value if keep(name)]
     return settings
 
@@ -95,7 +95,7 @@ def read_yaml(file: str, settings: Settings, kind: str) -> None:
 
 
 def _misplaced(name: str, section: str, kind: str) -> str:
-    """Return the error for a name that is no key here: where it belongs, the nearest key, or all keys."""
+    """Return the error for an unknown or misplaced name: where it belongs, the nearest key, or all keys."""
     if section == "model" and (hint := other_kind_hint(f"model.{name}", kind)):
         return f"unknown key model.{name}{hint}"
     key, known = find(name, loose=True, kind=kind), keys(kind)

@@ -49,7 +49,7 @@ def _required_out(own: argparse.Namespace, example: str) -> Path:
 
 
 def _tokenizer_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Settings:
-    """Documents for a Hugging Face model begin with what its tokenizer adds, if anything."""
+    """Documents for a Hugging Face model begin with the token that its tokenizer adds, if any."""
     from nash_mhc.data.tokenizer import is_of_model
 
     name = values["data.tokenizer"]
@@ -105,7 +105,7 @@ def inspect_command(argv: Sequence[str]) -> int:
         "terminal and NO_COLOR is unset [auto]"
     )
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help=about)
-    args = parser.parse_strictly(argv, "name one folder")
+    args = parser.parse_strictly(argv, "give only one folder")
     if not args.folder:
         raise ConfigError("no folder given; add a prepared folder or a run directory, such as runs/tiny-20260101-120000")
     from nash_mhc.data.inspection import of_prepared, of_run

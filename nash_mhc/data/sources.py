@@ -109,7 +109,7 @@ def _open_stories(request: OpenRequest) -> RowSource:
     if request.split not in SPLITS:
         raise ConfigError(f"split {request.split!r}: dataset 'stories' has only {' and '.join(SPLITS)}")
     if cfg.dataset_name is not None:
-        raise ConfigError(f"--dataset-name {cfg.dataset_name}: dataset 'stories' has no variants; leave it out")
+        raise ConfigError(f"--dataset-name {cfg.dataset_name}: dataset 'stories' has no subsets; leave it out")
     return StoryRows(request.tokenizer, seed=request.seed, split=request.split, seq_len=cfg.seq_len, align=request.align)
 
 
@@ -155,7 +155,7 @@ def open_corpus(cfg: DataConfig) -> Corpus:
         return Hub(cfg.dataset.removeprefix("hf:"), cfg)
     if Path(cfg.dataset).exists() or glob.has_magic(cfg.dataset):
         if cfg.dataset_name is not None:
-            raise ConfigError(f"--dataset-name {cfg.dataset_name}: {cfg.dataset} has no variants; leave it out")
+            raise ConfigError(f"--dataset-name {cfg.dataset_name}: {cfg.dataset} has no subsets; leave it out")
         return Files(cfg.dataset, cfg)
     name = cfg.dataset
     raise ConfigError(f"--dataset {name}: neither 'stories' nor a file or folder; for a Hugging Face dataset use hf:{name}")

@@ -77,7 +77,7 @@ class ParquetLanes(Corpus):
             self.units += [(number, i, sum(counts[:i])) for i in range(len(counts))]
             shapes.append([path.name, path.stat().st_size, counts])
             self.total += path.stat().st_size
-        # Hashing all data would read it: names, sizes and row counts have to do.
+        # Hashing all data would require reading it, so only names, sizes and row counts are hashed.
         self.content = digest_of(shapes)
 
     def lanes_of(self, split: str) -> int:
@@ -227,7 +227,7 @@ class StreamRows(RowSource):
 
 def open_stream(cfg: DataConfig, tokenizer: Tokenizer, *, split: str, seed: int, align: int, is_hub: bool) -> StreamRows:
     if cfg.num_workers:
-        raise ConfigError("--streaming packs rows in the training process; leave out --num-workers")
+        raise ConfigError("--streaming packs sequences in the training process; leave out --num-workers")
     if cfg.max_documents is not None:
         raise ConfigError("--streaming reads all of the data; leave out --max-documents, or --streaming")
     lanes = HubLanes(cfg.dataset.removeprefix("hf:"), cfg) if is_hub else ParquetLanes(cfg.dataset, cfg)

@@ -80,12 +80,12 @@ def prefix_of(tokenizer: Tokenizer) -> int:
 
 
 def with_begin(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
-    """Prepend the begin token, if documents have one; an empty text gets `prefix_of`."""
+    """Prepend the begin token, if documents have one. An empty text becomes the token of `prefix_of`."""
     return [*[prefix_of(tokenizer)] * (tokenizer.begin is not None or not tokens), *tokens]
 
 
 def is_of_model(name: str) -> bool:
-    """Return whether this is a Hugging Face model folder, whose documents begin with what its tokenizer adds."""
+    """Return whether this is a Hugging Face model folder. Its tokenizer then decides how documents begin."""
     folder = Path(name)
     return (folder / "config.json").is_file() and not (folder / "run.json").exists()
 
@@ -197,11 +197,11 @@ class HuggingFaceTokenizer(Tokenizer):
         """Write tokenizer.json alone."""
         values = json.loads(self._backend.to_str())
         if begins and not self.adds_begin:
-            values["post_processor"] = prepend_token(self._backend.id_to_token(self.end), self.end)
+            values["post_processor"] = prepending_processor(self._backend.id_to_token(self.end), self.end)
         (folder / "tokenizer.json").write_text(json.dumps(values, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def prepend_token(token: str, number: int) -> dict[str, Any]:
+def prepending_processor(token: str, number: int) -> dict[str, Any]:
     """Return the post-processor of a tokenizer.json that prepends this token to every text."""
     special, text = {"SpecialToken": {"id": token, "type_id": 0}}, lambda which: {"Sequence": {"id": which, "type_id": 0}}
     return {
@@ -218,7 +218,7 @@ def write_tokenizer_config(folder: Path, end: str, **more: Any) -> None:
 
 
 def _byte_length(piece: str, text: str) -> int:
-    """Return a token's bytes of text, given its name in the vocabulary and what it decodes to on its own."""
+    """Return a token's bytes of text, given its name in the vocabulary and its text when decoded on its own."""
     if "\ufffd" in text and "\ufffd" not in piece:
         # Part of a character: a byte fallback token, or a byte-level piece, whose name has one letter per byte.
         return 1 if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece) else len(piece)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 _THIS_PACKAGE = "nash_mhc"
-# Packages whose module has another name.
+# Packages whose module has a different name.
 _MODULES = {"orbax-checkpoint": "orbax.checkpoint", "pyyaml": "yaml", "pillow": "PIL"}
 _SHOWN = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain")
 _DEVICE_PACKAGE = re.compile(r"jax-(cuda\d+|rocm\d+)-(plugin|pjrt)|libtpu(-nightly)?|jaxlib")
@@ -172,7 +172,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def tpu_chips(dev: Path = Path("/dev"), bus: Path = Path("/sys/bus/pci/devices")) -> int:
-    """Count device files of TPU chips. Since v5e these are VFIO files, which devices of other vendors have as well."""
+    """Count device files of TPU chips. Since v5e these are VFIO files, which other vendors' devices also have."""
     if chips := [*dev.glob("accel[0-9]*")]:
         return len(chips)
     google_cards = (card for card in bus.glob("*") if system_file(card / "vendor") == _GOOGLE)

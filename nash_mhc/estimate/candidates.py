@@ -12,7 +12,7 @@ from nash_mhc.estimate.memory import Memory, estimate
 from nash_mhc.estimate.roofline import Speed, speed
 from nash_mhc.model.architectures import for_platform
 from nash_mhc.objectives.registry import feed_of
-from nash_mhc.parallel.mesh import misfits
+from nash_mhc.parallel.mesh import indivisible_sizes
 from nash_mhc.runtime.chips import Machine, next_larger
 
 SAFE = 0.9  # share of a chip's memory that an estimate may reach, given its error against the compiler
@@ -111,7 +111,7 @@ def layouts(
         axes: dict[str, Any] = {**mesh}
         for batch, accum in _batch_splits(sequences, mesh["data"] * mesh["fsdp"]):
             data = dataclasses.replace(cfg.data, batch_size=batch)
-            if any(misfits(data, model, mesh) for model in models):
+            if any(indivisible_sizes(data, model, mesh) for model in models):
                 continue
             for remat, keep in remats:
                 train = dataclasses.replace(cfg.train, grad_accum=accum, remat=remat, remat_keep=keep)

@@ -37,15 +37,15 @@ _TRUSTED = 0.85
 _SHOWN = 3  # remedies, and parts of the memory, in a message
 # The settings that each part of the memory depends on.
 _CAUSES = {
-    "parameters": "the model and --weights-dtype, split by --mesh-fsdp and --mesh-tp",
-    "gradients": "the model, split by --mesh-fsdp and --mesh-tp",
-    "optimizer": "the model, --optimizer and --moments-dtype, split by --mesh-fsdp and --mesh-tp",
-    "streams": "--batch-size x --seq-len, by --model-layers and --model-streams",
-    "activations": "--batch-size x --seq-len, by --remat and --model-layers",
-    "logits": "--model-vocab-size, split by --mesh-tp",
-    "collectives": "weights gathered over --mesh-fsdp",
-    "teachers": "frozen models of the --objective, split by --mesh-fsdp and --mesh-tp",
-    "temporaries": "the compiler, most of it by --batch-size x --seq-len",
+    "parameters": "model size, --weights-dtype, --mesh-fsdp, --mesh-tp",
+    "gradients": "model size, --mesh-fsdp, --mesh-tp",
+    "optimizer": "model size, --optimizer, --moments-dtype, --mesh-fsdp, --mesh-tp",
+    "streams": "--batch-size, --seq-len, --model-layers, --model-streams",
+    "activations": "--batch-size, --seq-len, --model-layers, --remat",
+    "logits": "--model-vocab-size, --mesh-tp",
+    "collectives": "--mesh-fsdp",
+    "teachers": "the frozen models of --objective, --mesh-fsdp, --mesh-tp",
+    "temporaries": "--batch-size, --seq-len, the compiler",
 }
 
 # Remedies, from the one that changes the run least: more microbatches give the same step, remat costs time, another
@@ -87,18 +87,19 @@ def preflight(cfg: RunConfig, mesh: Mesh, *, no_preflight: bool = False) -> dict
     if memory.total > capacity:
         remedies = ", or ".join(map(str, smaller(cfg, mesh.shape, capacity)))
         advice = f"what fits: {remedies}" if remedies else (
-            "no split of it fits; take a smaller --model-size or more devices (nash-mhc plan says how many)"
+            "no layout of it fits; use a smaller --model-size or more devices (nash-mhc plan says how many)"
         )  # fmt: skip
         if memory.total * _TRUSTED <= capacity:
-            log.warning(f"tight: this run needs about {need} of each device's {has}; {advice}")
+            log.warning(f"tight: this run needs about {need} per device, but only {has} is available; {advice}")
         elif no_preflight:
             log.warning(
-                f"this run needs about {need} of each device's {has}; continuing despite the memory estimate (--no-preflight)"
+                f"this run needs about {need} per device, but only {has} is available; continuing despite the memory estimate "
+                "(--no-preflight)"
             )
         else:
             raise ConfigError(
-                f"this run needs about {need} of each device's {has} ({largest(memory)}); {advice}, or try anyway with "
-                "--no-preflight"
+                f"this run needs about {need} per device ({largest(memory)}), but only {has} is available; {advice}, or try "
+                "anyway with --no-preflight"
             )
     expected: dict[str, Any] = {
         "gib": memory.total / _GIB,
@@ -116,13 +117,13 @@ def _size(size: float) -> str:
 
 
 def largest(memory: Memory) -> str:
-    """Name the three largest parts of the memory and what they depend on."""
+    """Name the three largest parts of the memory and the settings that they depend on."""
     sizes = sorted(((getattr(memory, name), name) for name in _CAUSES), reverse=True)[:_SHOWN]
-    return ", ".join(f"{name} {_size(size)} from {_CAUSES[name]}" for size, name in sizes)
+    return "; ".join(f"{name} {_size(size)}: set by {_CAUSES[name]}" for size, name in sizes)
 
 
 def smaller(cfg: RunConfig, mesh: Mapping[str, int], capacity: float) -> list[Remedy]:
-    """Return at most three remedies that fit, each of another kind, those that change the run least first."""
+    """Return at most three remedies that fit, each of a different kind; the smallest change comes first."""
     if set(mesh) != {"data", "fsdp", "tp"}:
         return []  # `layouts` knows no other axes
     devices, remats = math.prod(mesh.values()), smaller_remats(cfg.train)
@@ -185,9 +186,9 @@ def fastest_here(cfg: RunConfig, given: Mapping[str, Any]) -> RunConfig:
     if found[0].fits == "no":
         least = min(each.memory.total for each in found)
         raise ConfigError(
-            f"--mesh-auto: nothing fits: the smallest layout needs {_size(least)} of each device's "
-            f"{_size(machine.chip.memory)}; take a smaller --model-size or --batch-size, or more devices (nash-mhc plan says "
-            "how many)"
+            f"--mesh-auto: nothing fits: the smallest layout needs {_size(least)} per device, but only "
+            f"{_size(machine.chip.memory)} is available; use a smaller --model-size or --batch-size, or more devices "
+            "(nash-mhc plan says how many)"
         )
     best = found[0]
     flags = " ".join(as_flags(best.settings))

@@ -22,13 +22,13 @@ _HEAD = ("task", "metric", "value", "stderr")
 # flag -> (lowest value, default, help)
 _OPTIONS: dict[str, tuple[int, int | None, str]] = {
     "--batch-size": (1, 8, "sequences per forward pass over all devices; a multiple of mesh-data x mesh-fsdp"),
-    "--limit": (1, None, "use only the first documents of each task (of stories, held_out and bytes:FILE: sequences)"),
+    "--limit": (1, None, "number of documents to evaluate per task; for stories, held_out and bytes:FILE, of sequences"),
     "--num-fewshot": (0, None, "number of examples before each question (default: set by the task)"),
     "--step": (0, None, "checkpoint to use (default: the run's final one)"),
     "--mesh-data": (-1, 1, "number of data-parallel replicas; -1: fill the remaining devices"),
     "--mesh-fsdp": (-1, 1, "devices to split the parameters and the batch over; -1: fill the remaining devices"),
     "--mesh-tp": (-1, 1, "devices to split heads, MLP and vocabulary over; -1: fill the remaining devices"),
-    "--num-devices": (1, None, "limit on the devices (default: 1 without --mesh flags, else all; a CPU emulates the mesh)"),
+    "--num-devices": (1, None, "maximum number of devices (default: 1 without --mesh flags, else all); a CPU emulates devices"),
 }
 _ABOUT = """Evaluate a model on tasks of lm-evaluation-harness and held-out text, on one device or a mesh. Generation tasks
 (generate_until) run on one device, which must hold all weights."""

@@ -147,7 +147,7 @@ def _outermost(manager: Any) -> list[str]:
 
 
 def _by_name(name: str) -> tuple[Any, list[str]]:
-    """Return a task manager and what to load from it.
+    """Return a task manager and the names to load from it.
 
     lm-eval parses 14,000 files to list its tasks; a text search finds the file of most tasks at once.
     """

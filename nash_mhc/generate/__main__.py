@@ -83,9 +83,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if "" in args.stop:
         raise ConfigError("--stop is empty; give the text to stop before")
     if args.prompts and args.prompt:
-        raise ConfigError("--prompt and --prompts exclude each other; leave out one of them")
+        raise ConfigError("--prompt cannot be combined with --prompts; leave out one of them")
     if (special := _kit_flag(args)) and (other := [f"--{n}" for n in ("prompt", "prompts", "chat") if getattr(args, n)]):
-        raise ConfigError(f"--{special} and {other[0]} exclude each other; leave out one of them")
+        raise ConfigError(f"--{special} cannot be combined with {other[0]}; leave out one of them")
     if args.out and not args.prompts:
         raise ConfigError("--out needs --prompts; redirect a single text with > FILE")
     if args.system is not None and not args.chat:

@@ -70,7 +70,7 @@ class AdapterConfig:
         return _by_pattern(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of B A."""
+        """Return the scale of the product B A."""
         alpha, rank = _by_pattern(self.alpha_pattern, module, self.alpha), self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 

@@ -110,7 +110,7 @@ class _Converted(NamedTuple):
     adapters: Any  # the model's adapters alone
     base: dict[str, Any]  # the record of its weights
     dtypes: dict[str, str]  # tensor -> dtype it was imported from, if not float32
-    numbers: int
+    parameters: int
 
 
 def import_adapters(folder: Path, base: str, out: Path) -> int:
@@ -121,13 +121,13 @@ def import_adapters(folder: Path, base: str, out: Path) -> int:
         count = count_parameters(found.config.model)
         metadata = {"imported": folder.name, "parameters": count, IMPORTED_DTYPES: found.dtypes}
         write_run(part, found.adapters, found.config.recorded(), copy_from=Path(base), base=found.base, **metadata)
-    return found.numbers
+    return found.parameters
 
 
 def _convert(folder: Path, base: str, *, hashed: bool) -> _Converted:
     run = config_of(base, "--base")
     if not isinstance(run.model, ModelConfig):
-        raise ConfigError(f"--base {base}: PEFT adapters do not fit a model of the kind {run.model.architecture!r}")
+        raise ConfigError(f"--base {base}: PEFT adapters cannot be applied to --model-kind {run.model.architecture}")
     peft, tensors = read_adapter_config(folder / FILE), _read(folder / WEIGHTS)
     pairs = _pairs(peft, tensors, run.model, folder / WEIGHTS, base)
     if hashed:
@@ -144,8 +144,8 @@ def _convert(folder: Path, base: str, *, hashed: bool) -> _Converted:
     leaves = [_stack(name, leaf.shape, pairs, lora) for name, leaf in named_leaves(shapes).items()]
     adapters = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
     dtypes = {name: array.dtype.name for name, array in tensors.items() if array.dtype != np.float32}
-    numbers = sum(pair.a_RI.size + pair.b_OR.size for pair in pairs.values())
-    return _Converted(dataclasses.replace(run, lora=lora), adapters, record, dtypes, numbers)
+    parameters = sum(pair.a_RI.size + pair.b_OR.size for pair in pairs.values())
+    return _Converted(dataclasses.replace(run, lora=lora), adapters, record, dtypes, parameters)
 
 
 def _named_base(folder: Path) -> str:

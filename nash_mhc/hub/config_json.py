@@ -291,7 +291,7 @@ def portable(cfg: ModelConfig) -> ModelConfig:
     mixer, windows = "attention" if cfg.scales == 1 else "multiscale", cfg.windows
     exported = {(mixer, "swiglu", residual) for residual in ("mhc", "mhc-layer", "plain")}
     if cfg.value_embeddings:
-        raise ConfigError("model.value_embeddings: the exported model code has none, so this model cannot be exported")
+        raise ConfigError("model.value_embeddings: the exported model code does not support them, so it cannot be exported")
     one_full = (*(cfg.window,) * (len(windows) - 1), None)
     if unknown := sorted({name for block in blocks for name in block} - {name for block in exported for name in block}):
         raise ConfigError(

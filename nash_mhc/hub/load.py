@@ -27,7 +27,7 @@ from nash_mhc.hub.folder import CONFIG, RUN_COPY, HubFolder, is_hub_folder, read
 from nash_mhc.model.architectures import abstract_model, check_random_weights, with_weight_modules
 from nash_mhc.model.lora import adapted, adapters_of, base_of, merged, on_base
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.model.weights import bases, count_by_storage, has_derived, materialized
+from nash_mhc.model.weights import count_by_storage, has_derived, materialized, with_base_arrays
 from nash_mhc.parallel.board import from_leader
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import with_shardings
@@ -242,7 +242,7 @@ def read_record(record: Record, shape: Any, place: Place, *, verified: bool = Fa
     has plain arrays: those that the directory's modules compute with. `verified`: skip the check of the hash.
     Every process calls this and gets what its own devices hold.
     """
-    name, like = record["folder"], place(bases(shape))
+    name, like = record["folder"], place(with_base_arrays(shape))
     if record.get("hub"):
         if not is_hub_folder(name):
             raise ConfigError(f"{name}: the base model of this run's adapters is missing; restore it{_MOVED}")

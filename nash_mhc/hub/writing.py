@@ -17,7 +17,7 @@ from nash_mhc import __version__
 from nash_mhc.checkpoint.run_folder import RUN
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, ModelConfig
-from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, prefix_of, prepend_token, write_tokenizer_config
+from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, prefix_of, prepending_processor, write_tokenizer_config
 from nash_mhc.hub.config_json import CODE, family_config, family_of, is_tied, nash_config, read_config
 from nash_mhc.hub.folder import CONFIG, GENERATION, INDEX, RUN_COPY, WEIGHTS, companions, companions_for_run, tensor_dtypes
 from nash_mhc.hub.load import Loaded, load
@@ -145,7 +145,7 @@ def write_byte_tokenizer(folder: Path) -> None:
     values: dict[str, Any] = {
         "version": "1.0", "truncation": None, "padding": None,
         "added_tokens": [end | {"normalized": False, "special": True}], "normalizer": None,
-        "pre_tokenizer": byte_level, "post_processor": prepend_token(_END, ByteTokenizer.end), "decoder": byte_level,
+        "pre_tokenizer": byte_level, "post_processor": prepending_processor(_END, ByteTokenizer.end), "decoder": byte_level,
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
                   "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
                   "vocab": {letter: byte for byte, letter in sorted(letters.items())}, "merges": []},

@@ -74,7 +74,7 @@ def with_weight_modules(model: Any, sections: Iterable[Section]) -> Any:
 
 
 def check_random_weights(cfg: ArchitectureConfig, before: dict[str, Any] | None, where: str) -> None:
-    """Raise ConfigError if this machine generates other frozen random weights than those the run was trained with."""
+    """Raise ConfigError if the frozen random weights differ on this machine from those of training."""
     now = architecture_of(cfg).random_weights(cfg)
     if now is not None and before is not None and before.get("digest") != now.digest:
         raise ConfigError(

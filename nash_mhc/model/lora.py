@@ -145,7 +145,7 @@ def _stacked_array(lora: Lora) -> Array:
     return array(lora)
 
 
-def drops(model: Any) -> bool:
+def has_dropout(model: Any) -> bool:
     """Return whether the model has dropout."""
     return any(_is_lora(x) and x.dropout for x in jax.tree.leaves(model, is_leaf=_is_lora))
 

@@ -88,7 +88,7 @@ class Multiscale(eqx.Module):
     def coarser(
         self, c: int, k_BTKH: Float[Array, "B T K H"], v_BTKH: Float[Array, "B T K H"], continues_BI: Bool[Array, "B I"]
     ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """Return ((keys, values) of the scale below, for further use; those of scale c, pooled from them)."""
+        """Return (keys and values of the scale below, for later use; those of scale c, which are pooled from them)."""
         with jax.named_scope("pooling"):
             below_k, k = pooled(k_BTKH, self.pool_k_CJKH[c - 1], continues_BI, PER_KV_HEAD)
             below_v, v = pooled(v_BTKH, self.pool_v_CJKH[c - 1], continues_BI, PER_KV_HEAD)

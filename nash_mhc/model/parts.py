@@ -208,7 +208,7 @@ class TokenValues(NamedTuple):
     tokens_BT: Int[Array, "B T"]
 
     def of(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T K H"]:
-        """Return what to add to the values of these tokens, whose input to attention is x."""
+        """Return the gated embeddings to add to the values of these tokens; x is the input of attention."""
         gate_JK = self.embedding.gate_JK.astype(x_BTD.dtype)
         J, K = gate_JK.shape
         rows_BTE = embed(self.embedding.table_VE, self.tokens_BT, x_BTD.dtype)

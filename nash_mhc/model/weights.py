@@ -53,12 +53,12 @@ def has_derived(model: Any) -> bool:
 
 
 def materialized(model: Any) -> Any:
-    """Return the model with plain arrays: what its weight modules compute with."""
+    """Return the model with each weight module replaced by the array that it computes."""
     return jax.tree.map(lambda x: x.materialize() if is_derived(x) else x, model, is_leaf=is_derived)
 
 
-def bases(shape: Any) -> Any:
-    """Return a model of shapes with the trained array of each weight module in its place."""
+def with_base_arrays(shape: Any) -> Any:
+    """Return a model of shapes with each weight module replaced by its base array, without adapters or quantization."""
     return jax.tree.map(lambda x: x.base if is_derived(x) else x, shape, is_leaf=is_derived)
 
 

@@ -110,7 +110,7 @@ class Feed:
         return None
 
     def open(self, cfg: RunConfig, source: Any, tokenizer: Any, mesh: Mesh) -> tuple[RunConfig, OpenFeed]:
-        """Return the configuration, completed by what the source records, and the feed; may raise ConfigError."""
+        """Return the configuration, completed by settings of the source, and the feed; may raise ConfigError."""
         return cfg, OpenFeed()
 
     def models(self, cfg: RunConfig) -> list[ArchitectureConfig]:

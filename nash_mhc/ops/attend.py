@@ -135,7 +135,7 @@ def _cudnn_would_wait(inputs: AttentionInput) -> bool:
     """Return whether cuDNN would wait for the host to count documents, or mask whole sequences."""
     if inputs.segments_BI is None:
         return False
-    return not cudnn.walks_documents() or inputs.documents is None or inputs.documents.count_B is not None
+    return not cudnn.supports_document_masks() or inputs.documents is None or inputs.documents.count_B is not None
 
 
 def _queries_by_block(inputs: AttentionInput) -> AttentionInput:

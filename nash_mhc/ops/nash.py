@@ -68,7 +68,7 @@ def _best_response(gram: Gram, bids: Scales, tau: Array, w: Scales, barrier: Bar
     return Round(*barrier((w, gw, errors, response)))
 
 
-def _play(gram: Gram, bids: Scales, tau: Array, rules: Rules, barrier: Barrier) -> tuple[Scales, list[Round]]:
+def _iterate(gram: Gram, bids: Scales, tau: Array, rules: Rules, barrier: Barrier) -> tuple[Scales, list[Round]]:
     """Return the final weights and all rounds."""
     w = barrier(_softmax(_equal_bids(bids) if rules.aggregation == "mean" else bids))
     rounds = []
@@ -88,7 +88,7 @@ def _softmax_backward(w: Scales, dw: Scales) -> Scales:
     return tuple(x * (d - mean) for x, d in zip(w, dw, strict=True))
 
 
-def _play_backward(
+def _iterate_backward(
     gram: Gram, tau: Array, rules: Rules, w: Scales, rounds: list[Round], dw: Scales, barrier: Barrier
 ) -> tuple[Gram, Scales, Array]:
     """Return the gradients of G, of the bids and of tau (per token), through every round."""
@@ -122,7 +122,7 @@ def _gram(outs: Sequence[Array], barrier: Barrier) -> Gram:
 def _solve(rules: Rules, barrier: Barrier, outs: Sequence[Array], bids: Scales, tau: Array) -> tuple[Array, Scales, Array]:
     """Return (y, w, residual) for tokens of any shape; `outs` have a channel axis at the end."""
     gram = _gram(outs, barrier) if rules.aggregation == "nash" else ()
-    w, _ = _play(gram, bids, tau, rules, barrier)
+    w, _ = _iterate(gram, bids, tau, rules, barrier)
     response = _best_response(gram, bids, tau, w, barrier).after if rules.aggregation == "nash" else w
     residual = add_up([jnp.abs(a - b) for a, b in zip(response, w, strict=True)])
     return add_up([x[..., None] * o for x, o in zip(w, outs, strict=True)]), w, residual
@@ -134,9 +134,9 @@ def _solve_backward(
     """Return the gradients of `outs`, bids and tau. Replaying the game is cheaper than saving its rounds."""
     C, H, is_game = len(outs), dy.shape[-1], rules.aggregation == "nash"
     gram = _gram(outs, barrier) if is_game else ()
-    w, rounds = _play(gram, bids, tau, rules, barrier)
+    w, rounds = _iterate(gram, bids, tau, rules, barrier)
     dw = barrier(tuple(jnp.sum(dy * o, axis=-1) + d for o, d in zip(outs, dw, strict=True)))
-    dgram, dbids, dtau = _play_backward(gram, tau, rules, w, rounds, dw, barrier)
+    dgram, dbids, dtau = _iterate_backward(gram, tau, rules, w, rounds, dw, barrier)
     douts = [x[..., None] * dy for x in w]
     if is_game:
         # G_cm depends on O_c through both factors; dG holds the two halves separately.
@@ -202,12 +202,12 @@ def aggregate_reference(
 
 # --- GPU kernels -----------------------------------------------------------------------------------------------------
 
-_NUMBERS, _WARPS = 2048, 4  # elements of one scale's output in a block: 16 per thread
+_BLOCK_SIZE, _WARPS = 2048, 4  # elements of one scale's output in a block: 16 per thread
 
 
 def _rows(x: Array) -> int:
     """Return the rows per block of x [B, T, N, H]."""
-    return max(1, _NUMBERS // x.shape[-1])
+    return max(1, _BLOCK_SIZE // x.shape[-1])
 
 
 def fits_kernel(outs: Sequence[Array]) -> bool:

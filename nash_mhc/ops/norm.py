@@ -24,7 +24,7 @@ from nash_mhc.ops.rope import Rotation, cos_and_sin, rope
 # copy), a GPU recomputed reductions for every element and wrote float32 instead of bfloat16.
 _materialize = lax.optimization_barrier
 
-_NUMBERS, _WARPS = 4096, 4  # elements of a tile of tokens x heads: 32 per thread
+_TILE_SIZE, _WARPS = 4096, 4  # elements of a tile of tokens x heads: 32 per thread
 _TILES = 8  # tiles that a block of threads processes in the backward pass before it writes its sums, at least
 _COLUMNS, _MOST_CHUNKS, _BLOCK = 1024, 16, 16  # for norms over the width: columns per chunk, chunks, tokens per block
 
@@ -207,8 +207,8 @@ def _norm_backward_in_kernel(
 
 def _tile(heads: int, head_dim: int) -> tuple[int, int]:
     """Return (tokens, heads) of a tile, both powers of two."""
-    together = min(heads & -heads, max(1, _NUMBERS // head_dim))
-    return max(1, _NUMBERS // (together * head_dim)), together
+    together = min(heads & -heads, max(1, _TILE_SIZE // head_dim))
+    return max(1, _TILE_SIZE // (together * head_dim)), together
 
 
 def _tiles_along_tokens(heads: int, head_dim: int) -> int:

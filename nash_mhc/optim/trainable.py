@@ -75,8 +75,8 @@ class Training(NamedTuple):
         """Return the model, the optimizer state and the averaged weights (or None) before the first step."""
         if self.moments != "float32" and not (self.is_adamw or self.is_normuon):
             raise ConfigError(
-                f"--moments-dtype {self.moments} needs --optimizer adamw or normuon; leave one of --moments-dtype and "
-                f"--optimizer {self.optimizer} out"
+                f"--moments-dtype {self.moments} needs --optimizer adamw or normuon, not {self.optimizer}; leave out "
+                "--moments-dtype or change --optimizer"
             )
         model = self.cast_weights(model)
         trained, _ = self.split(model)

@@ -227,7 +227,7 @@ def run_collectively(work: Callable[[], T]) -> T:
 
 
 def _outcome(error: BaseException | None) -> tuple[str, int, str] | None:
-    """Return what the other processes need to know about an error; None for success."""
+    """Return the facts about an error that the other processes need; None for success."""
     if error is None:
         return None
     if isinstance(error, OSError):

@@ -161,7 +161,7 @@ def describe(mesh: Mesh) -> str:
     return text + (f"; {idle} more are idle: use them with --mesh-data -1" if idle > 0 else "")
 
 
-def misfits(data: DataConfig, model: ArchitectureConfig, mesh_shape: Mapping[str, int]) -> list[DivisibleSize]:
+def indivisible_sizes(data: DataConfig, model: ArchitectureConfig, mesh_shape: Mapping[str, int]) -> list[DivisibleSize]:
     """Return the sizes that their mesh axes do not divide. Inside jit, such an axis would silently be replicated."""
     of_data = [DivisibleSize("batch", data.batch_size, "--batch-size"), DivisibleSize("time_split", data.seq_len, "--seq-len")]
     return [length for length in (*of_data, *model.divisible_sizes()) if length.size % _shards(length, mesh_shape)]
@@ -178,7 +178,7 @@ def check_fit(
 
     `resizable`: the sections whose keys may be proposed, next to another mesh.
     """
-    if not (found := misfits(data, model, mesh_shape)):
+    if not (found := indivisible_sizes(data, model, mesh_shape)):
         return
     names: dict[str, list[str]] = {}
     for length in found:
@@ -187,7 +187,7 @@ def check_fit(
     (over, first), *others = ((over, " and ".join(sizes)) for over, sizes in names.items())
     rest = "".join(f", {sizes} over {over}" for over, sizes in others)
     remedies, count = [], math.prod(mesh_shape.values())
-    fits = lambda shape: not misfits(data, model, shape)
+    fits = lambda shape: not indivisible_sizes(data, model, shape)
     other = nearest_shape(mesh_shape, count, fits, all_devices=jax.distributed.is_initialized())
     if other is not None:
         remedies.append(as_flags(other, count))
@@ -224,7 +224,7 @@ def _resized(
         model.check_rows(data.seq_len)
     except ConfigError:
         return None
-    if misfits(data, model, mesh_shape):
+    if indivisible_sizes(data, model, mesh_shape):
         return None
     return " ".join(f"{flag} {size}" for flag, size in wanted.items())
 

@@ -22,7 +22,7 @@ import jax
 
 from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.parallel.board import coordinator_answers
-from nash_mhc.runtime.compat.jax import can_join, distributed_state, when_heartbeats_stop
+from nash_mhc.runtime.compat.jax import distributed_state, has_distributed_state, when_heartbeats_stop
 
 _CONNECT_S = 300  # when JAX finds the processes itself: a container may still be pulling its image
 _NEVER_S = 10**6  # JAX aborts without naming the lost process, so runtime/watchdog.py must be faster
@@ -33,7 +33,7 @@ def start(cfg: MeshConfig) -> int:
     """Join the other processes of the run, if any, before devices are used; return the number of processes."""
     if jax.distributed.is_initialized() or (own := find_place(cfg, os.environ)) is None:
         return distributed_state().num_processes or 1
-    if not can_join():
+    if not has_distributed_state():
         raise ConfigError(f"jax {jax.__version__} does not expose its coordination client; start one process, or use jax 0.12")
     jax.config.update("jax_enable_preemption_service", False)  # runtime/signals.py handles signals
     options: dict[str, Any] = {"initialization_timeout": _CONNECT_S, "heartbeat_timeout_seconds": _NEVER_S}
@@ -201,7 +201,7 @@ def _place_from_kubernetes(env: Mapping[str, str]) -> Place | None:
         return None
     raise ConfigError(
         "cannot find the other pods of this Kubernetes job; pip install kubernetes, or "
-        "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID (JOB_COMPLETION_INDEX) in each pod"
+        "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID=$JOB_COMPLETION_INDEX in each pod"
     )
 
 

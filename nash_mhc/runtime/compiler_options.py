@@ -40,7 +40,7 @@ _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _WIDTH = 118
 
 
-def flags_of_user(environment: Mapping[str, str] = os.environ) -> set[str]:
+def user_set_flags(environment: Mapping[str, str] = os.environ) -> set[str]:
     """Return the names of the flags that the user has set. XLA_FLAGS may name a file with flags."""
     texts = [environment.get(variable, "") for variable in _VARIABLES]
     if texts[0].strip() and not texts[0].lstrip().startswith("-"):
@@ -53,7 +53,7 @@ def compiler_options(
     platform: str, *, deterministic: bool, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str | bool]:
     """Return the options for `lowered.compile(compiler_options=...)`."""
-    user_flags = flags_of_user(environment)
+    user_flags = user_set_flags(environment)
     return {option.name: option.value for option in _options(platform, deterministic) if option.name not in user_flags}
 
 
@@ -63,7 +63,7 @@ def _options(platform: str, deterministic: bool) -> list[Option]:
 
 def as_comments(platform: str, *, deterministic: bool, environment: Mapping[str, str] = os.environ) -> str:
     """Return the options as YAML comments."""
-    user_flags = flags_of_user(environment)
+    user_flags = user_set_flags(environment)
     lines = [f"compiler options on {platform} (XLA_FLAGS take precedence):"]
     for option in _options(platform, deterministic):
         value = str(option.value).lower()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from nash_mhc.config.fields import ConfigError, check_scheme
 from nash_mhc.storage.errors import as_os_errors, reason
 
-# epath's paths have the methods of Path that a run needs, but they are no subclass of it.
+# epath's paths have the methods of Path that a run needs, but they are not a subclass of it.
 if TYPE_CHECKING:
     Folder = Path
 else:
@@ -298,7 +298,7 @@ def digests_of_sources(paths: Iterable[Path]) -> list[str]:
 
 # --- JSON files -------------------------------------------------------------------------------------------------------
 
-# Raised when a file holds other values than the code that reads it expects.
+# Raised when a file does not hold the values that the code expects.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 

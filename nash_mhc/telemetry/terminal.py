@@ -51,7 +51,7 @@ class Reporter(logging.Handler):
         except BrokenPipeError:
             raise
         except OSError:
-            self._console = _console()  # forget what a full disk did not take
+            self._console = _console()  # drop the output that a full disk rejected
 
     def wait_for(self, text: str) -> None:
         """Announce a slow operation; the next message ends it."""
@@ -150,7 +150,7 @@ def print_event(event: str, values: Mapping[str, Any]) -> None:
 
 
 def short_figures(row: Mapping[str, float], prefix: str = "") -> list[str]:
-    """Return the figures of an objective that belong into a line; `prefix`: of their names in the row."""
+    """Return an objective's figures for a progress line; `prefix` is that of their names in the row."""
     named = [(f"{prefix}{name}", figure.short) for name, figure in FIGURES.items() if figure.short]
     return [form.format(row[name]) for name, form in named if name in row]
 
@@ -199,7 +199,7 @@ class LivePanel(Reporter):
         self._live = Live(self, console=self._console, refresh_per_second=4)
 
     def _restart(self, *, transient: bool) -> None:
-        """Leave what was drawn on the screen and start below it; `transient` drawings disappear at their end."""
+        """Leave the last drawing on the screen and start below it; `transient` drawings disappear at their end."""
         self._live.stop()
         self._live = Live(self, console=self._console, refresh_per_second=4, transient=transient)
         self._live.start()

@@ -331,11 +331,11 @@ class StepLog(Callback):
 
     def _bad_steps_error(self, first: int, last: int) -> ConfigError:
         inputs, train = self.inputs, self.inputs.cfg.train
-        spiky = " or were spikes" if train.on_spike == "skip" else ""
+        spiky = ", or were spikes" if train.on_spike == "skip" else ""
         earlier = [step for step in self.inputs.folder.steps() if step < first]
         checkpoint = f"last checkpoint before them: step {earlier[-1]}" if earlier else "no checkpoint before them"
         return ConfigError(
-            f"steps {first} to {last} had no finite loss and gradients{spiky} and were skipped (--max-bad-steps "
+            f"steps {first} to {last} were skipped: their loss or gradients were not finite{spiky} (--max-bad-steps "
             f"{train.max_bad_steps}); {checkpoint}; step {first} read "
             f"{rows_of_step(inputs.source, first, inputs.sequences_per_step, train.seed)}; look at its data with "
             f"{module_command('nash_mhc.data', 'inspect', str(inputs.folder), '--step', str(first))}"

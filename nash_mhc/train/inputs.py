@@ -31,7 +31,7 @@ from nash_mhc.model.architectures import for_platform
 from nash_mhc.objectives.base import Batch, OpenFeed
 from nash_mhc.objectives.registry import feed_of, named_objective
 from nash_mhc.parallel.board import check_settings_agree, from_leader, leader_first
-from nash_mhc.parallel.mesh import check_fit, make_mesh, misfits
+from nash_mhc.parallel.mesh import check_fit, indivisible_sizes, make_mesh
 from nash_mhc.parallel.processes import start
 from nash_mhc.parallel.sharding import RULES
 from nash_mhc.runtime.profile import disable_command_buffers
@@ -69,7 +69,7 @@ def join(cfg: RunConfig, **flags: Any) -> None:
 
 def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
     """Start the devices and resolve the settings that depend on them; raise ConfigError if they do not fit."""
-    mesh = make_mesh(cfg.mesh, lambda shape: not misfits(cfg.data, cfg.model, shape))
+    mesh = make_mesh(cfg.mesh, lambda shape: not indivisible_sizes(cfg.data, cfg.model, shape))
     check_fit(cfg.data, cfg.model, mesh.shape, resizable=cfg.resizable)
     platform = mesh.devices.flat[0].platform
     cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, platform=platform, **mesh.shape))
@@ -80,7 +80,7 @@ def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
 
 
 def settings_of_run(cfg: RunConfig) -> dict[str, Any]:
-    """Return what all processes must have in common: settings by flag, versions, and digests of the code and data."""
+    """Return the values that all processes must share: settings by flag, versions, and digests of the code and data."""
     values = cfg.to_dict()
     common: dict[str, Any] = {"--model-kind": cfg.model_kind}
     common |= {key.flag: key.of(values) for path, key in keys.keys(cfg.model_kind).items() if path not in _PER_PROCESS}

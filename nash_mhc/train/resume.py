@@ -52,7 +52,7 @@ _SEQUENCES = "batch-size x grad-accum"  # sequences per step
 def check_resume(cfg: RunConfig, *, rows: str, other_data: str = "") -> None:
     """Raise ConfigError unless the run fits what it would resume or start from.
 
-    rows: identifies the data. other_data: flags besides --dataset that the data depends on, for the message.
+    rows: identifies the data. other_data: flags other than --dataset that the data depends on, for the message.
     """
     resume, directory, settings = cfg.train.resume, cfg.train.checkpoint_dir, flatten_config(cfg.to_dict())
     own = RunFolder(directory) if directory else None
@@ -91,7 +91,7 @@ def _check_nothing_is_lost(folder: RunFolder) -> None:
     """Raise ConfigError if metrics.jsonl has rows but the checkpoints are gone: a fresh start would erase the rows."""
     last = folder.last_row()
     if last and (folder.missing(()) or last.get("last_checkpoint") is not None):
-        saved = f", the latest of step {last['last_checkpoint']}" if last.get("last_checkpoint") is not None else ""
+        saved = f" (latest: step {last['last_checkpoint']})" if last.get("last_checkpoint") is not None else ""
         raise ConfigError(
             f"{folder}: metrics.jsonl has rows up to step {last.get('step')}, but the checkpoints are missing{saved}; "
             "restore them, or choose another --checkpoint-dir; the directory was not changed"
@@ -158,7 +158,7 @@ def _how_to_restore(before: dict[str, Any], now: dict[str, Any], changed: list[s
 
 
 def _check_same_init(folder: RunFolder, init_from: str) -> None:
-    """Raise ConfigError if the run in this directory started from another model than --init-from."""
+    """Raise ConfigError if the run in this directory did not start from the model of --init-from."""
     if (described := folder.description()) is None:
         return
     began = (described.init_from or {}).get("folder") or described.config.get("train.init_from")
@@ -194,7 +194,7 @@ def _check_shapes(model: ArchitectureConfig, folder: RunFolder) -> None:
     try:
         theirs = folder.config().model
     except ConfigError:
-        return  # run.json is missing or of another version: reading the weights finds any difference
+        return  # run.json is missing or from an incompatible version: reading the weights finds any difference
     if type(model) is not type(theirs) or _shapes(model) == _shapes(theirs):
         return
     was, now = vars(theirs), vars(model)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 WINDOW = 64  # recent steps that a new one is compared with
 MEASURES = {"objective": "training objective", "grad_norm": "gradient norm"}  # name in the metrics -> name in messages
 _NORMAL = 1.4826  # a normal distribution's standard deviation in units of its median absolute deviation
-# Smallest spread as a share of the median: if values hardly vary, a tiny increase is no spike. Gradient norms have a
+# Smallest spread as a share of the median: if values hardly vary, a tiny increase is not a spike. Gradient norms have a
 # long tail: single batches of several times the median are ordinary, and clipping handles them.
 _MIN_SPREAD = {"objective": 0.02, "grad_norm": 0.25}
 

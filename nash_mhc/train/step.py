@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.pack import RowSource
-from nash_mhc.model.lora import drops, with_dropout
+from nash_mhc.model.lora import has_dropout, with_dropout
 from nash_mhc.model.protocol import Execution, after_update
 from nash_mhc.objectives.base import Aux, Batch, Objective, means
 from nash_mhc.objectives.registry import named_objective
@@ -39,14 +39,14 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch, Hyperparameters], tuple[TrainState, Metrics]]:
     """Return the train step for an objective; `training` says what is trained and with which optimizer.
 
-    Hyperparameters are an argument; `compile_train_step` binds a run's own.
+    Hyperparameters are an argument of the step; `compile_train_step` binds those of a run.
     """
 
     def train_step(state: TrainState, batch: Batch, h: Hyperparameters) -> tuple[TrainState, Metrics]:
         # Gradients, summed over the tokens of all microbatches and divided once: every token has the same weight.
         trained, frozen = training.split(state.model)
-        dropout_key = jax.random.fold_in(jax.random.key(h.seed), state.step) if drops(state.model) else None
-        # Of stochastic rounding: of sums over microbatches, and of the update.
+        dropout_key = jax.random.fold_in(jax.random.key(h.seed), state.step) if has_dropout(state.model) else None
+        # Salts of the stochastic rounding of gradient sums and of the update.
         sum_salt, update_salt = (salt_of(h.seed, state.step, purpose) for purpose in range(2))
         batch = batch._replace(carry=state.carry)  # None for most objectives
         summed, (sums, health, carry) = summed_gradients(objective, trained, frozen, batch, dropout_key, sum_salt)
@@ -62,7 +62,7 @@ def make_train_step(
         measured_M = jnp.stack([metrics[name] for name in spikes.MEASURES])
         scores_M = spikes.scores(state.recent, measured_M)
         is_spike = (jnp.max(scores_M) > h.spike_score) & ~is_empty  # spike_score is infinite to ignore spikes
-        # NaN is not remembered.
+        # `remember` ignores NaN.
         recent = spikes.remember(state.recent, jnp.where(is_empty, jnp.nan, measured_M), is_spike)
         is_good = jnp.isfinite(measured_M).all() & ~(is_spike & (h.skip_spikes > 0))
         metrics |= {f"spike_score/{name}": score for name, score in zip(spikes.MEASURES, scores_M, strict=True)}

@@ -32,7 +32,7 @@ from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.checkpoint.store import Store, array_metadata
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import ConfigError, MeshConfig, RunConfig
-from nash_mhc.parallel.mesh import Fits, misfits
+from nash_mhc.parallel.mesh import Fits, indivisible_sizes
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.processes import find_place
 from nash_mhc.storage.files import Folder, sizes, to_path
@@ -41,7 +41,7 @@ from nash_mhc.train.state import TrainState, abstract_state, saved_part
 from nash_mhc.train.trainer import run
 
 STEPS, SAVED, KILLED = 8, 3, 5  # steps per run; the step that is resumed from; the last step of the killed run
-# Relative tolerance of losses on another mesh, which adds up sums in another order.
+# Relative tolerance of losses on another mesh, which adds numbers in a different order.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-3}
 _BLOCK = 1 << 24  # numbers that are checked together; bounds the extra memory
 
@@ -125,7 +125,7 @@ def kill_after(folder: Path, step: int) -> Callable[[int], None]:
 
 
 class WrongExit(Exception):
-    """A run ended with another exit code than expected."""
+    """A run ended with an unexpected exit code."""
 
     def __init__(self, what: str, code: int) -> None:
         super().__init__(f"{what} ended with exit code {code}; the check is inconclusive")
@@ -196,7 +196,7 @@ def _resume_agrees_on_other_mesh(folder: Path) -> bool:
     unbroken, moved = folder / "unbroken", folder / "moved"
     run = RunFolder(unbroken)
     cfg, devices = run.config(), run.info()["devices"]
-    fits = lambda shape: not misfits(cfg.data, cfg.model, shape)
+    fits = lambda shape: not indivisible_sizes(cfg.data, cfg.model, shape)
     if (mesh := other_mesh(cfg.mesh, fits, devices["platform"], devices["there"])) is None:
         print(f"4/4 skipped: this run fits no other mesh of {devices['there']} x {devices['kind']}")
         return True
@@ -249,7 +249,7 @@ def wanted_state(checkpoint: Folder) -> TrainState:
 
 
 def _wrong_arrays(saved: dict[str, tuple[tuple[int, ...], str]], wanted: TrainState, state: TrainState) -> Iterator[str]:
-    """Yield a line for every array saved with another dtype than its configuration needs, or with non-finite values.
+    """Yield a line for every array whose saved dtype differs from the configuration's, or with non-finite values.
 
     A restore checks the shapes, but casts another dtype silently.
     """

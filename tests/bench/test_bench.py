@@ -281,7 +281,7 @@ def test_the_ffn_width_is_the_closest_of_all(name, monkeypatch):
     for unit in (8, 24):
         for target in (0, counts[8] + 1, count(MINUTE), counts[104] + 300, counts[104] + 500, counts[120] + 1300):
             best = min(range(unit, 201, unit), key=lambda ffn: abs(counts[ffn] - target))
-            assert quality.matched(model, target, unit).ffn == best, (unit, target)
+            assert quality.match_parameters(model, target, unit).ffn == best, (unit, target)
 
 
 def test_the_ffn_width_divides_over_the_mesh():
@@ -394,14 +394,14 @@ def test_the_line_of_a_run_that_diverged_ends_there(compared, tmp_path):
     figures = copy.deepcopy(compared.figures)
     for curve in (v["curve"] for v in figures["variants"].values()):
         curve[-1][2] = None
-    findings.picture(figures, tmp_path / "shorter.svg")
-    findings.picture(compared.figures, tmp_path / "whole.svg")
+    findings.plot_curves(figures, tmp_path / "shorter.svg")
+    findings.plot_curves(compared.figures, tmp_path / "whole.svg")
     for (_, shorter), (_, whole) in zip(*(lines_of(tmp_path / f"{name}.svg") for name in ("shorter", "whole")), strict=True):
         assert shorter.count("L") < whole.count("L")
     for curve in (v["curve"] for v in figures["variants"].values()):
         for point in curve:
             point[2] = None
-    findings.picture(figures, tmp_path / "empty.svg")
+    findings.plot_curves(figures, tmp_path / "empty.svg")
     assert not any("L" in path for _, path in lines_of(tmp_path / "empty.svg"))
 
 

@@ -12,7 +12,7 @@ from nash_mhc.bench import __main__ as command
 from nash_mhc.bench import parts as bench
 from nash_mhc.bench import step, step_parts
 from nash_mhc.bench.parts import bench_parts, step_ms
-from nash_mhc.bench.step_parts import least, one_group, parts_and_arrays
+from nash_mhc.bench.step_parts import lower_bound, one_group, parts_and_arrays
 from nash_mhc.config import ConfigError
 from nash_mhc.config.parsing import parse
 from nash_mhc.config.schema import LoraConfig, ObjectiveConfig
@@ -75,7 +75,7 @@ def test_the_least_bytes_are_those_of_the_design():
     cfg = for_platform(parse(["--model-size", "1b", "--dtype", "bfloat16", "--model-vocab-size", "65536"]).config, "cpu")
     parts, given = abstract(cfg)
     unit = 8 * 4096 * 2048 * 2
-    count = lambda name, backward: least(parts[name], given[name], backward=backward).bytes / unit
+    count = lambda name, backward: lower_bound(parts[name], given[name], backward=backward).bytes / unit
     assert count("mhc-write", False) == pytest.approx(4 + 1 + 4, rel=0.01)
     assert count("mhc-write", True) == pytest.approx(9 + 4 + 4 + 1 + 1, rel=0.01)  # gradients in, both again, dy out
     # What was read and what was written come back to the streams in one pass, which reads them again.
@@ -133,7 +133,7 @@ def test_figures_follow_from_one_another(monkeypatch, tmp_path, capsys):
     run(monkeypatch, *SIZE, *"--model-residual plain --batch-size 2 --unroll no --remat dots --json".split(), str(file))
     figures, shown = json.loads(file.read_text()), capsys.readouterr().out
     rows = figures["parts"]
-    assert [row["lost_ms_a_step"] for row in rows] == sorted((row["lost_ms_a_step"] for row in rows), reverse=True)
+    assert [row["lost_ms_per_step"] for row in rows] == sorted((row["lost_ms_per_step"] for row in rows), reverse=True)
     for row in rows:
         by_bytes = 1e3 * row["gb"] / figures["memory_gb_per_s"]
         by_flops = row["gflop"] / figures["matmul_tflops_per_s"]
@@ -141,10 +141,10 @@ def test_figures_follow_from_one_another(monkeypatch, tmp_path, capsys):
         assert row["bound_by"] == ("matmul" if by_flops > by_bytes else "memory")
         assert 0 < row["forward_floor_ms"] <= row["floor_ms"]
         assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["ms"])
-        assert row["ms_a_step"] == pytest.approx(row["ms"] * row["times"])
-        assert row["lost_ms_a_step"] == pytest.approx(row["ms_a_step"] - row["floor_ms"] * row["times"])
+        assert row["ms_per_step"] == pytest.approx(row["ms"] * row["times"])
+        assert row["lost_ms_per_step"] == pytest.approx(row["ms_per_step"] - row["floor_ms"] * row["times"])
         assert f" {row['part']} " in shown
-    assert figures["parts_ms"] == pytest.approx(sum(row["ms_a_step"] for row in rows))
+    assert figures["parts_ms"] == pytest.approx(sum(row["ms_per_step"] for row in rows))
     assert figures["rest_ms"] == pytest.approx(figures["step_ms"] - figures["parts_ms"])
     assert figures["step_ms_is"] == "measured"  # two layers are few
     assert figures["step_ms"] > 0

@@ -112,7 +112,7 @@ def test_the_folder_of_a_run_needs_no_flag(tmp_path: Path, monkeypatch: pytest.M
         assert parse("--seed", "1", name).config == parsing.parse(["--checkpoint-dir", name, "--seed", "1"]).config
     assert parse("runs/notes").origins["train.checkpoint_dir"] == "argument runs/notes"
     for two in (["runs/a", "runs/b"], ["--checkpoint-dir", "runs/a", "runs/b"], ["runs/b", "--checkpoint-dir", "runs/a"]):
-        with pytest.raises(ConfigError, match="two folders were given, runs/a and runs/b; name one"):
+        with pytest.raises(ConfigError, match="two folders were given, runs/a and runs/b; give only one"):
             parse(*two)
     (tmp_path / "run.yaml").write_text("train:\n  checkpoint_dir: null\n")  # as --print-config writes it
     for argv in (["runs/a", "--config", "run.yaml"], ["--config", "run.yaml", "runs/a"]):

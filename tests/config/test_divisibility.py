@@ -17,7 +17,7 @@ from nash_mhc.config.schema import (
 )
 from nash_mhc.kits.recursive.settings import RecursiveConfig
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
-from nash_mhc.parallel.mesh import check_fit, mesh_shape, misfits
+from nash_mhc.parallel.mesh import check_fit, indivisible_sizes, mesh_shape
 
 FITS: dict[str, tuple[RunConfig, dict[str, int]]] = {
     "--batch-size": (changed(SMALL, data={"batch_size": 10}), {"data": 2, "fsdp": 2, "tp": 1}),
@@ -146,7 +146,7 @@ def mesh_argv(cfg: RunConfig) -> list[str]:
 
 
 def fitted(cfg: RunConfig, there: int) -> None:
-    shape = mesh_shape(cfg.mesh, "gpu", there, lambda shape: not misfits(cfg.data, cfg.model, shape))
+    shape = mesh_shape(cfg.mesh, "gpu", there, lambda shape: not indivisible_sizes(cfg.data, cfg.model, shape))
     fits(cfg, dict(zip(cfg.mesh.axes, shape, strict=True)))
 
 

@@ -39,7 +39,7 @@ CASES = {
     "not UTF-8 line": ("a.jsonl", raw(GOOD.encode() + b'{"text": "\xff"}\n'), {}, r"a\.jsonl:2: not UTF-8 at byte 10"),
     "broken JSON": ("a.jsonl", lines(GOOD, GOOD, '{"text": "x"\n'), {}, r"a\.jsonl:3: not valid JSON \(.+\); a line must hold"),
     "an array": ("a.json", lines("[\n", GOOD, "]\n"), {}, r"a\.json:1: not valid JSON"),
-    "a number": ("a.jsonl", lines(GOOD, "7\n"), {}, r"a\.jsonl:2: not an object with fields, but a value of type int"),
+    "a number": ("a.jsonl", lines(GOOD, "7\n"), {}, r"a\.jsonl:2: not a JSON object, but a value of type int"),
     "missing field": (
         "a.jsonl", lines(GOOD, '{"txt": "x", "id": 1}\n'), {},
         r"a\.jsonl:2: no field 'text' .fields: txt, id.; .*--text-field",
@@ -58,7 +58,7 @@ CASES = {
     "blank lines": ("a.jsonl", lines("\n", "\n"), {}, r"a\.jsonl: .*no document with text"),
     "empty folder": ("a", lambda path: path.mkdir(), {}, r"a: no text files in this folder;"),
     "folder with a file's name": ("a", lambda path: (path / "b.txt").mkdir(parents=True), {}, r"a: no text files in this"),
-    "no variant": ("a.txt", lines("x"), {"dataset_name": "v2"}, r"--dataset-name v2: .*a\.txt has no variants; leave it out"),
+    "no variant": ("a.txt", lines("x"), {"dataset_name": "v2"}, r"--dataset-name v2: .*a\.txt has no subsets; leave it out"),
     "template": (
         "a.jsonl", lines('{"prompt": "x", "response": "y"}\n'), {"format": "prompt", "template": "{rôle}: {content}"},
         r"--template '\{rôle\}: \{content\}': .*\{content\} once .*\{role\}",

@@ -139,7 +139,7 @@ def test_contradictory_settings_are_refused(settings: dict[str, Any], message: s
         ({"q": None, "a": "y"}, r"qa\.jsonl:3: field 'q' is empty; .* in --prompt-template"),
         ({"q": ["x"], "a": "y"}, r"qa\.jsonl:3: q is of type list, not text"),
         ({"q": True, "a": "y"}, r"qa\.jsonl:3: q is of type bool, not text"),
-        ([1], r"qa\.jsonl:3: not an object with fields, but a value of type list"),
+        ([1], r"qa\.jsonl:3: not a JSON object, but a value of type list"),
     ],
 )
 def test_missing_fields_are_reported_with_file_and_line(tmp_path: Path, record: Any, message: str) -> None:

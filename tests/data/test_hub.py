@@ -60,7 +60,7 @@ def test_missing_splits_columns_and_datasets_are_reported(tmp_path: Path) -> Non
             {"dataset": path, "text_field": "body"},
             r"d:1: no column 'body' .columns: id, text.; .*--text-field",
         ),
-        ({"dataset": path, "dataset_name": "v2"}, r"--dataset-name v2: .*d has no variants; leave it out"),
+        ({"dataset": path, "dataset_name": "v2"}, r"--dataset-name v2: .*d has no subsets; leave it out"),
         (
             {"dataset": "hf:nobody/nothing"},
             r"--dataset nobody/nothing: the datasets library cannot read it \(ConnectionError: ",

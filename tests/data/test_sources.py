@@ -192,7 +192,7 @@ def test_a_text_too_small_for_a_validation_split_is_reported(tmp_path: Path) -> 
     ("cfg", "split", "message"),
     [
         (DataConfig(dataset="storys"), "train", r"--dataset storys: neither 'stories' nor .* hf:storys"),
-        (DataConfig(dataset_name="x"), "train", r"--dataset-name x: dataset 'stories' has no variants; leave it out"),
+        (DataConfig(dataset_name="x"), "train", r"--dataset-name x: dataset 'stories' has no subsets; leave it out"),
         (DataConfig(), "test", r"split 'test': .*train and validation"),
     ],
 )

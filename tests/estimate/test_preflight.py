@@ -47,7 +47,9 @@ def test_what_cannot_fit_is_refused_with_settings_that_do(monkeypatch, tmp_path,
     cfg, _, total = sizes_of(NASH)
     room = share * total
     monkeypatch.setattr(preflight, "device_capacity", lambda mesh: room)
-    with pytest.raises(ConfigError, match=r"^this run needs about .* of each device's .* --no-preflight$") as refused:
+    with pytest.raises(
+        ConfigError, match=r"^this run needs about .* per device .*, but only .* is available; .* --no-preflight$"
+    ) as refused:
         at(tmp_path / "run", cfg)
     assert not (tmp_path / "run").exists()  # nothing is left behind
     found = settings_in(str(refused.value))
@@ -67,7 +69,7 @@ def test_settings_that_change_least_come_first():
 
 def test_who_insists_gets_a_warning_and_a_run_that_knows_what_was_expected(monkeypatch, tmp_path, messages):
     monkeypatch.setattr(preflight, "device_capacity", lambda mesh: 1.0)
-    with pytest.raises(ConfigError, match="no split of it fits; take a smaller --model-size or more devices"):
+    with pytest.raises(ConfigError, match="no layout of it fits; use a smaller --model-size or more devices"):
         at(tmp_path, RUN)
     cfg, mesh, total = sizes_of(RUN)
     expected = preflight.preflight(cfg, mesh, no_preflight=True)
@@ -92,7 +94,7 @@ def test_a_teacher_and_an_anchor_count(monkeypatch, tmp_path):
     expected = preflight.preflight(cfg, mesh)
     assert expected["gib_by_category"]["teachers"] == weights / 2**30
     monkeypatch.setattr(preflight, "device_capacity", lambda mesh: 2.0 * alone)
-    with pytest.raises(ConfigError, match=r"teachers [\d.]+ [GM]iB from .*--objective"):
+    with pytest.raises(ConfigError, match=r"teachers [\d.]+ [GM]iB: set by .*--objective"):
         preflight.preflight(cfg, mesh)
 
 
@@ -118,7 +120,7 @@ def test_memory_that_runs_out_is_explained_with_settings_that_hold_less():
     memory = estimate(cfg, mesh.shape)
     parts = {field.name: getattr(memory, field.name) for field in dataclasses.fields(memory)}
     for name in sorted(parts, key=lambda n: -parts[n])[:3]:
-        assert re.search(rf"{name} [\d.]+ [GM]iB from ", message)
+        assert re.search(rf"{name} [\d.]+ [GM]iB: set by ", message)
 
 
 def test_what_was_known_to_be_too_much_is_answered_with_what_there_is_room_for(monkeypatch):

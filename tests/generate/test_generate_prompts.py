@@ -153,7 +153,7 @@ def test_every_end_token_of_the_model_ends_a_text(theirs, tmp_path):
     (["--system", "x"], None, "--system needs --chat"),
     (["--stop", ""], None, "--stop is empty"),
     (["--out", "x"], None, "--out needs --prompts"),
-    (["--prompt", "x", "--prompts", "FILE"], "", "--prompt and --prompts exclude"),
+    (["--prompt", "x", "--prompts", "FILE"], "", "--prompt cannot be combined with --prompts"),
     (["--prompts", "FILE"], "\n\n", "contains no prompt"),
     (["--prompts", "FILE"], "{", "prompts.jsonl:1: not JSON"),
     (["--prompts", "FILE"], '{"prompt": "a"}\n{"question": "a"}', "prompts.jsonl:2: has neither a prompt"),

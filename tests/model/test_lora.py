@@ -14,7 +14,7 @@ from runs import RUN, assert_equal_states, at, drawn_run, rows
 from nash_mhc.checkpoint.store import array_metadata
 from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
 from nash_mhc.hub.load import load
-from nash_mhc.model.lora import Lora, adapted, base_of, drops, merged, with_dropout
+from nash_mhc.model.lora import Lora, adapted, base_of, has_dropout, merged, with_dropout
 from nash_mhc.optim.schedule import rates
 from nash_mhc.optim.trainable import Training
 from nash_mhc.parallel.params import named_leaves
@@ -59,7 +59,7 @@ def test_fresh_adapters_change_nothing_and_merged_ones_are_those_on_top(plain):
 
 def test_what_is_dropped_is_another_part_in_every_layer_and_part_and_the_same_for_the_same_key(plain):
     model = with_adapters(plain)
-    assert drops(model) and not drops(
+    assert has_dropout(model) and not has_dropout(
         jax.eval_shape(lambda: adapted(plain, dataclasses.replace(LORA, dropout=0.0), jax.random.key(1)))
     )
     keys = lambda seed: named_leaves(with_dropout(model, jax.random.key(seed)))

@@ -167,8 +167,11 @@ def test_exporting_it_is_refused_in_one_line():
         ({"pattern": "gatd,full"}, "'gatd' is not a layer"),
         ({"pattern": "full*0"}, r"'full\*0' is not a layer"),
         ({"pattern": "local,full/moe"}, "'local,full/moe'.*FFN is one of swiglu"),
-        ({"pattern": "local*4,full"}, "group of 5 layers, which does not divide model.layers 4; the nearest that does is"),
-        ({"pattern": "local,full", "full_every": 2}, "leave full_every at 0"),
+        (
+            {"pattern": "local*4,full"},
+            r"layers 4 is not a multiple of the 5 layers in model.pattern .*; the nearest multiple is",
+        ),
+        ({"pattern": "local,full", "full_every": 2}, "set model.full_every 0"),
         ({"pattern": None, "mixer": "attention", "scales": 2, "window": None}, "model.scales 2 .*set model.scales 1"),
         ({"pattern": None, "mixer": "multiscale"}, "set model.scales 2"),
         ({"ffn_kind": "relu"}, "model.ffn_kind must be one of swiglu"),

@@ -93,7 +93,7 @@ def acted_out(monkeypatch):
         MaskType=fused.MaskType, AttentionLayout=fused.AttentionLayout,
     )  # fmt: skip
     monkeypatch.setattr(cudnn, "fused", lambda: acted)
-    monkeypatch.setattr(cudnn, "walks_documents", lambda: True)
+    monkeypatch.setattr(cudnn, "supports_document_masks", lambda: True)
     # The branch for rows of too many documents is traced and not taken.
     monkeypatch.setattr(attend_cudnn, "_masked", lambda rows, window: rows.q_BTNH)
 
@@ -159,6 +159,8 @@ def test_no_two_backward_passes_of_a_program_are_alike(monkeypatch):
 def test_long_rows_go_backwards_in_parts_only_where_sums_have_an_order(monkeypatch):
     monkeypatch.setattr(cudnn, "fused", lambda: fused)
     monkeypatch.setattr(attend_cudnn, "_KEYS_AT_ONCE", 128)
+    for limit in ("_NARROW", "_NARROW_IN_ORDER"):
+        monkeypatch.setattr(f"nash_mhc.ops.attend.{limit}", 0)  # short sequences go to Triton
     x = jax.ShapeDtypeStruct((2, 512, 2, 64), jnp.bfloat16)
 
     def passes(any_order):

@@ -12,6 +12,7 @@ from nash_mhc.ops.attention_io import AttentionInput, AttentionOutput, bounds_of
 from nash_mhc.ops.kernels import attend_triton
 from nash_mhc.ops.kernels.attend_cudnn import documents_of
 from nash_mhc.ops.kernels.attend_triton import attend_reference, attend_triton_with_lse, fits_triton
+from nash_mhc.ops.platform import in_any_order
 
 B, T, N, H, STRIDE = 2, 512, 4, 16, 4
 # Documents end within a tile of keys, within one of queries, and with the row.
@@ -87,8 +88,9 @@ def asked_of_cudnn(monkeypatch):
     with_lse = lambda each, windows, _: asked.extend(windows) or [plain(rows) for rows in each]
     monkeypatch.setattr("nash_mhc.ops.attend.attend_cudnn_with_lse", with_lse)
     monkeypatch.setattr("nash_mhc.ops.attend.attend_cudnn", lambda rows, window: asked.append(window) or rows.q_BTNH)
-    monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.walks_documents", lambda: True)
-    monkeypatch.setattr("nash_mhc.ops.attend._NARROW", 100)
+    monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.supports_document_masks", lambda: True)
+    monkeypatch.setattr("nash_mhc.ops.attend._NARROW", 50)
+    monkeypatch.setattr("nash_mhc.ops.attend._NARROW_IN_ORDER", 100)
     return asked
 
 
@@ -100,6 +102,22 @@ def test_where_cudnn_is_asked_for_summaries_and_narrow_windows_go_their_own_way(
     summaries, tokens = inputs(jnp.bfloat16)[0], inputs(jnp.bfloat16, stride=1)[0]
     found = jax.eval_shape(find, summaries, tokens, tokens, tokens)
     assert asked_of_cudnn == [101, None] and all(f.out_BTNH.shape == tokens.q_BTNH.shape for f in found)
+    asked_of_cudnn.clear()
+    with in_any_order(True):  # cuDNN is then fast with fewer keys
+        jax.eval_shape(lambda *rows: find(*rows), summaries, tokens, tokens, tokens)  # traced anew
+    assert asked_of_cudnn == [100, 101, None]
+
+
+def test_a_single_scale_chooses_by_its_window_too(asked_of_cudnn):
+    tokens = inputs(jnp.bfloat16, stride=1)[0]
+
+    def run(window, rows):
+        documents = documents_of(rows.segments_BI, most=3)
+        return attend(*rows[:3], rows.segments_BI, documents, window=window, kernel="cudnn")
+
+    for window in (100, 101, None):
+        jax.eval_shape(functools.partial(run, window), tokens)
+    assert asked_of_cudnn == [101, None]
 
 
 def test_cudnn_is_not_asked_where_it_would_wait_for_the_host(asked_of_cudnn, monkeypatch):
@@ -121,7 +139,7 @@ def test_cudnn_is_not_asked_where_it_would_wait_for_the_host(asked_of_cudnn, mon
 
     assert [run(None, nothing), run(segments, known)] == [2, 2]
     assert [run(segments, counted), run(segments, nothing)] == [0, 0]
-    monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.walks_documents", lambda: False)
+    monkeypatch.setattr("nash_mhc.runtime.compat.cudnn.supports_document_masks", lambda: False)
     assert run(segments, known) == 0
 
 

@@ -101,7 +101,7 @@ def test_resolve_refuses_a_batch_that_does_not_divide() -> None:
 
 REFUSALS: dict[str, tuple[RunConfig, str]] = {
     "dataset": (changed(SMALL, data={"dataset": "nowhere"}), r"--dataset nowhere: neither 'stories' nor"),
-    "variant": (changed(SMALL, data={"dataset_name": "easy"}), r"--dataset-name easy: dataset 'stories' has no variants"),
+    "variant": (changed(SMALL, data={"dataset_name": "easy"}), r"--dataset-name easy: dataset 'stories' has no subsets"),
     "split": (changed(SMALL, data={"split": "tset"}), r"split 'tset': .*train and validation"),
     "eval split": (changed(SMALL, data={"eval_split": "tset"}), r"split 'tset': .*train and validation"),
     "tokenizer": (

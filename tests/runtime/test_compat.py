@@ -129,7 +129,7 @@ def test_attention_uses_public_kernels_without_cudnn_s_primitives(without, monke
     # JAX's public form of it needs cuDNN as soon as it is traced.
     monkeypatch.setattr(attend_cudnn, "_masked", lambda rows, window: rows.q_BTNH)
     without("jax._src.cudnn.fused_attention_stablehlo")
-    assert not cudnn.is_known() and not cudnn.walks_documents()
+    assert not cudnn.is_available() and not cudnn.supports_document_masks()
     x = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)
     rows = lambda x, segments: AttentionInput(x, x, x, segments, None)
 

@@ -10,7 +10,7 @@ import jax
 import pytest
 import small
 
-from nash_mhc.bench.step import communicating, count_collectives
+from nash_mhc.bench.step import count_collectives, without_local_collectives
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.sharding import named_sharding
 from nash_mhc.train.device_batches import abstract_batch
@@ -76,7 +76,7 @@ def collectives(text):
     """(kind, [(name, elements of one device), ...]) of each; combined instructions are split."""
     pattern = r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(.*op_name=\"([^\"]*)\""
     found = []
-    for shapes, kind, name in re.findall(pattern, communicating(text)):
+    for shapes, kind, name in re.findall(pattern, without_local_collectives(text)):
         sizes = [math.prod(map(int, dims.split(","))) if dims else 1 for dims in re.findall(r"\w\[([\d,]*)\]", shapes)]
         prefix, several = re.fullmatch(r"(.*?)(?:\(([^()]*:.*)\))?", name).groups()
         names = [prefix + n for n in several.split(":")] if several else [name] * len(sizes)

@@ -170,7 +170,7 @@ def test_rows_whose_checkpoints_are_missing_are_not_erased(tmp_path):
     at(folder, checkpoint_interval=2, log_interval=1)  # the second save waits for the first, which later rows record
     (folder / "checkpoints").rename(tmp_path / "kept")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    missing = r"metrics\.jsonl has rows up to step 6, .*checkpoints are missing.* step [24];.* --checkpoint-dir"
+    missing = r"metrics\.jsonl has rows up to step 6, .*checkpoints are missing.* step [24]\);.* --checkpoint-dir"
     for make_folder in (False, True):  # missing, then empty, as a run that has not saved yet leaves it
         if make_folder:
             (folder / "checkpoints").mkdir()

@@ -17,7 +17,7 @@ import small
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import parsing
 from nash_mhc.config.commands import one_line_errors
-from nash_mhc.parallel.mesh import misfits
+from nash_mhc.parallel.mesh import indivisible_sizes
 from nash_mhc.train import __main__ as command
 from nash_mhc.train.resume import checkpoint_values
 from nash_mhc.train.verify_resume import SAVED, STEPS, different_losses, different_states, other_mesh, short_run
@@ -117,7 +117,7 @@ def test_every_array_and_value_that_differs_is_named(tmp_path):
 
 
 def fitting_mesh(cfg, platform, there):
-    return other_mesh(cfg.mesh, lambda shape: not misfits(cfg.data, cfg.model, shape), platform, there)
+    return other_mesh(cfg.mesh, lambda shape: not indivisible_sizes(cfg.data, cfg.model, shape), platform, there)
 
 
 @pytest.mark.parametrize(

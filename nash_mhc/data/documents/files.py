@@ -30,7 +30,7 @@ class Unreachable(ConfigError):
 
 
 class Corpus:
-    """Documents, and what is known about them before they are read."""
+    """Documents, and their properties that are known before they are read."""
 
     content: str  # a digest that changes with the documents
     format: str  # record format: text, prompt, chat or fields
@@ -73,7 +73,7 @@ def register_format(ending: str, read: Callable[[BinaryIO], Iterator[str | dict[
     """
     ending = ending.lower()
     if not ending.startswith(".") or "." in ending[1:] or ending in {*_KINDS, *_TEXT, *_COMPRESSIONS}:
-        raise ConfigError(f"{ending!r}: must be an extension such as .fasta that has no format yet")
+        raise ConfigError(f"{ending!r}: must be an extension without a registered format, such as .fasta")
     FORMATS[ending] = Format(read, version)
 
 
@@ -271,7 +271,7 @@ def _line_end(data: bytes) -> int:
 
 @contextlib.contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
-    """Open a table; raise ConfigError if it is damaged, also while it is read."""
+    """Open a table; raise ConfigError if it is damaged, even if only reading it shows that."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -30,7 +30,7 @@ class Hub(Corpus):
         except ImportError:
             raise ConfigError(f"--dataset {name}: needs the datasets library; pip install 'nash_mhc[hf]'") from None
         datasets.disable_progress_bars()
-        self._library, self._name, self._variant = datasets, name, cfg.dataset_name
+        self._library, self._name, self._subset = datasets, name, cfg.dataset_name
         self._path = Path(name) if Path(name).exists() else None
         self.names, self.files = (name,), (name if self._path is None else self._path.name,)
         self._saved: Any = None
@@ -43,7 +43,7 @@ class Hub(Corpus):
         except ConfigError:
             raise
         except Exception as error:  # each reader of the library raises its own
-            self._check_variant()
+            self._check_subset()
             save = f"load_dataset('{name}').save_to_disk(FOLDER)"
             remedy = f"without network access, run {save} on another machine and use --dataset FOLDER here"
             problem = f"the datasets library cannot read it ({type(error).__name__}: {first_line(error)})"
@@ -54,15 +54,15 @@ class Hub(Corpus):
     def _open(self, cfg: DataConfig) -> None:
         library = self._library
         if self._path is not None and is_saved(self._path):
-            if self._variant is not None:
-                raise ConfigError(f"--dataset-name {self._variant}: {self._name} has no variants; leave it out")
+            if self._subset is not None:
+                raise ConfigError(f"--dataset-name {self._subset}: {self._name} has no subsets; leave it out")
             self._saved = library.load_from_disk(str(self._path))
             self.splits = tuple(self._saved) if isinstance(self._saved, library.DatasetDict) else ()
             version: Any = None
         else:
-            self.splits = tuple(library.get_dataset_split_names(self._name, self._variant))
-            builder = library.load_dataset_builder(self._name, self._variant)
-            version = [self._name, self._variant, builder.hash]
+            self.splits = tuple(library.get_dataset_split_names(self._name, self._subset))
+            builder = library.load_dataset_builder(self._name, self._subset)
+            version = [self._name, self._subset, builder.hash]
             self.total = int(builder.info.dataset_size or _UNKNOWN_SIZE)
         if self._path is not None:
             files = sorted(p for p in self._path.rglob("*") if p.is_file())
@@ -70,18 +70,18 @@ class Hub(Corpus):
             version = [[p.relative_to(self._path).as_posix() for p in files], digests_of_sources(files)]
         self.content = digest_of(version)
 
-    def _check_variant(self) -> None:
-        """ConfigError that lists the variants, if the requested one is not among them."""
+    def _check_subset(self) -> None:
+        """Raise ConfigError, with a list of the subsets, if the requested one is not among them."""
         names: list[str] = []
-        with contextlib.suppress(Exception):  # then the variant is not the problem; the caller reports it
+        with contextlib.suppress(Exception):  # then the subset is not the problem; the caller reports it
             names = self._library.get_dataset_config_names(self._name)
-        if names and self._variant not in names and not (self._variant is None and len(names) == 1):
-            wrong = "has several variants" if self._variant is None else f"has no variant {self._variant!r}"
+        if names and self._subset not in names and not (self._subset is None and len(names) == 1):
+            wrong = "has several subsets" if self._subset is None else f"has no subset {self._subset!r}"
             raise ConfigError(f"--dataset {self._name}: {wrong}; choose one with --dataset-name: {', '.join(names)}")
 
     def _stream(self, split: str, least: int = 1) -> Any:
         if self._saved is None:
-            return self._library.load_dataset(self._name, self._variant, split=split, streaming=True)
+            return self._library.load_dataset(self._name, self._subset, split=split, streaming=True)
         table = self._saved[split] if self.splits else self._saved
         return table.to_iterable_dataset(num_shards=max(1, min(len(table) // least, 16)))
 

@@ -104,7 +104,7 @@ class FieldTemplate(NamedTuple):
     def fill(self, record: Any, where: str) -> tuple[Part, ...]:
         """Return the text of a record; raise ConfigError if a required field is missing or empty."""
         if not isinstance(record, Mapping):
-            raise ConfigError(f"{where}: not an object with fields, but a value of type {type(record).__name__}")
+            raise ConfigError(f"{where}: not a JSON object, but a value of type {type(record).__name__}")
         parts: list[Part] = []
         for section in self.sections:
             values = {name: _value(record.get(name), where, name) for name in section.fields}
@@ -348,14 +348,14 @@ def _parse_json(text: str, where: str) -> Any:
 
 def _field(record: Any, name: str, where: str, remedy: str) -> Any:
     if not isinstance(record, Mapping):
-        raise ConfigError(f"{where}: not an object with fields, but a value of type {type(record).__name__}; {remedy}")
+        raise ConfigError(f"{where}: not a JSON object, but a value of type {type(record).__name__}; {remedy}")
     if name not in record:
         raise ConfigError(f"{where}: no field {name!r} (fields: {', '.join(map(str, record)) or 'none'}); {remedy}")
     return record[name]
 
 
 def _suggest_template(record: Any) -> str:
-    """Return what to do about a record without the text field, given the names of its fields."""
+    """Return the remedy for a record without the text field; it depends on the names of the fields."""
     by_flag = "name the text field with --text-field"
     names = set(record) if isinstance(record, Mapping) else set()
     prompt = next((name for name in _PROMPT_NAMES if name in names), None)

@@ -5,7 +5,7 @@ from nash_mhc.config.kits import Command, Figure, Kit
 KIT = Kit(
     sections={"distill": "settings:DistillConfig"},
     objectives={"distill": "objective:DISTILL"},
-    commands={"distill": Command("caches a teacher's logits, runs distillation chains", "nash_mhc.kits.distill.command:main")},
+    commands={"distill": Command("cache a teacher's logits, run distillation chains", "nash_mhc.kits.distill.command:main")},
     axes={"candidates": ()},  # top-k tokens of a teacher
     figures={
         "kl": Figure(

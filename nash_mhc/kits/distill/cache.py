@@ -93,13 +93,13 @@ class CachedRows(PreparedRows):
         super().__init__(folder, split, vocab_size=vocab_size, name=name)
         about = read_teacher_json(folder)
         if about["rows"] != self.manifest.identity:
-            raise ConfigError(f"--dataset {self.name}: the text has changed since the teacher read it; {_HOW}")
+            raise ConfigError(f"--dataset {self.name}: the text has changed since the teacher's logits were cached; {_HOW}")
         self.random = int(about.get("random", 0))
         self.random_vocab = int(about.get("vocab_size", 0))  # size of the vocabulary that the random tokens are from
         if temperature not in about["temperatures"]:
             known = ", ".join(f"{t:g}" for t in about["temperatures"])
             raise ConfigError(
-                f"--distill-temperature {temperature:g}: the cache {self.name} was made for {known}; choose one of these, or "
+                f"--distill-temperature {temperature:g}: the cache {self.name} supports {known}; choose one of these, or "
                 "create the cache again with --temperatures"
             )
         seq_len, tokens = self.form.seq_len, int(about["top_k"]) + self.random

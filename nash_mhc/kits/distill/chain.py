@@ -84,7 +84,7 @@ def read_chain(file: Path, out: Path) -> list[Link]:
     for number, stage in enumerate(chain["stages"], 1):
         where = f"{file}: stage {number}"
         if not isinstance(stage, dict) or not isinstance(stage.get("name"), str):
-            raise ConfigError(f"{where}: needs a name and keys of a run")
+            raise ConfigError(f"{where}: must contain a name and, optionally, settings of a run")
         name, settings = stage["name"], {k: v for k, v in stage.items() if k not in ("name", "from")}
         if name in folders or name == CACHE or Path(name).name != name:
             raise ConfigError(f"{where}: name {name!r} must be a unique folder name")

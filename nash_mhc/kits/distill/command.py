@@ -34,9 +34,13 @@ def cache_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--out", type=local_path, metavar="DIR", help="folder to create for the sequences and the teacher's logits (required)"
     )
-    group.add_argument("--top-k", type=int, default=128, metavar="K", help="number of top-k logits to cache per position [128]")
+    group.add_argument("--top-k", type=int, default=128, metavar="K", help="top logits to cache per position [128]")
     group.add_argument(
-        "--random", type=int, default=0, metavar="R", help="number of random other tokens to cache per position [0]"
+        "--random",
+        type=int,
+        default=0,
+        metavar="R",
+        help="random tokens to cache per position, in addition to the top K [0]",
     )
     group.add_argument("--temperatures", default="1", metavar="T,T", help="softmax temperatures that students may use [1]")
 
@@ -140,7 +144,7 @@ def _prepare(cfg: DataConfig, alignment: int, loaded: Any, out: Path, has_tokeni
         recipe = Manifest.read(dataset).recipe
         if recipe["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
             raise ConfigError(
-                f"--dataset {dataset}: was prepared with another tokenizer than the teacher's; prepare it again with that one"
+                f"--dataset {dataset}: was not prepared with the teacher's tokenizer; prepare it again with that tokenizer"
             )
         if recipe["align"] % loaded.config.model.alignment:
             raise ConfigError(
@@ -151,7 +155,7 @@ def _prepare(cfg: DataConfig, alignment: int, loaded: Any, out: Path, has_tokeni
             with new_folder(out) as part:
                 shutil.copytree(dataset, part, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.teacher*", "teacher*.json"))
         elif Manifest.read(out).identity != Manifest.read(dataset).identity:
-            raise ConfigError(f"--out {out}: contains rows that are not from --dataset {dataset}; choose another folder")
+            raise ConfigError(f"--out {out}: contains sequences that are not from --dataset {dataset}; choose another folder")
         return
     corpus = open_corpus(cfg)
     with progress(f"preparing {cfg.dataset}") as watch:

@@ -13,18 +13,18 @@ class DistillConfig(Section):
     section, prefixed, of_objective = "distill", True, "distill"
     about = "distillation from a cached or online teacher (--objective distill)"
 
-    temperature: float = key(1.0, "softmax temperature; must be one of those that the cache was made for", above=0)
-    text: float = key(0.0, "weight of the cross-entropy of the text, as a fraction of the loss", low=0, high=1)
+    temperature: float = key(1.0, "softmax temperature; a cache supports those of its --temperatures", above=0)
+    text: float = key(0.0, "weight of the cross-entropy with the data's next token, as a fraction of the loss", low=0, high=1)
     hard: float = key(
-        0.0, "weight of the cross-entropy of the teacher's most likely token, as a fraction of the loss", low=0, high=1
+        0.0, "weight of the cross-entropy with the teacher's most likely token, as a fraction of the loss", low=0, high=1
     )
     teacher: str | None = key(
-        None, "run directory or Hugging Face folder of an online teacher, which reads every batch (instead of a cache)",
+        None, "run directory or Hugging Face folder of an online teacher, which runs on every batch and replaces the cache",
         path=True, remote=True, model_folder=True,
     )  # fmt: skip
-    top_k: int = key(128, "number of top-k logits per position from an online teacher", low=1)
+    top_k: int = key(128, "top logits to use per position of an online teacher (K)", low=1)
     random: int = key(
-        0, "number of random other tokens per position from an online teacher (for a cache: distill cache --random)", low=0
+        0, "random tokens to use per position, in addition to the top K (for a cache: distill cache --random)", low=0
     )
     layers: float = key(
         0.0,

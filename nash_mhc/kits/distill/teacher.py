@@ -71,7 +71,7 @@ def top_k_reader(
 
 
 def check_random_vocab(subject: str, random_vocab: int, vocab_size: int, *, is_fixed: bool, remedy: str) -> None:
-    """Raise ConfigError if random tokens are from a vocabulary of another size than the student's.
+    """Raise ConfigError if the random tokens are from a vocabulary whose size differs from the student's.
 
     is_fixed: the student's size comes with its initial weights.
     """
@@ -83,7 +83,7 @@ def check_random_vocab(subject: str, random_vocab: int, vocab_size: int, *, is_f
 
 
 class OnlineTeacher:
-    """A frozen model, in its own dtype, that reads batches and gives what its cache would hold."""
+    """A frozen model, in its own dtype, that runs on each batch and returns the logits that its cache would hold."""
 
     def __init__(
         self,

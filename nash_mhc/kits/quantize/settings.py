@@ -27,25 +27,24 @@ class QuantizeConfig(Section):
 
     weights: str | None = key(
         None,
-        f"train with quantized weights: {', '.join(PRESETS)} (q2a4: 2-bit MLP, 4-bit attention), or BITS/RANK "
-        "(or none) for MLP and attention, such as 2/32,4/8, where RANK is that of the low-rank scales (0: one scale per group)",
+        f"train with quantized weights: {', '.join(PRESETS)} (q2a4: 2-bit MLP, 4-bit attention), or MLP,ATTENTION, each "
+        "BITS/RANK or none, such as 2/32,4/8. RANK is the rank of the scales (0: one scale per group)",
         flag="quantize",
     )
-    group: int = key(32, "inputs that share a scale at rank 0, and in the initial scales of any rank", low=2)
+    group: int = key(32, "group size: inputs that share a scale (rank 0), or an initial scale (other ranks)", low=2)
     levels: str = key(
         "uniform", "quantization levels: uniform (evenly spaced) or table (learned)", choices=("uniform", "table")
     )
     magnitudes: bool = key(False, "split scales into unit vectors and trained magnitudes")
     rest: float = key(
         0.0,
-        "freeze magnitudes at rest: those whose relative change stays below this in two successive windows of 100 steps "
-        "(0: never)",
+        "freeze each magnitude once its relative change is below this in two successive windows of 100 steps (0: never)",
         low=0,
         high=1,
     )
     trains: str = key(
         "both",
-        "what to train: the quantized weights, only their scales, or both and all other parameters",
+        "what to train: weights (without their scales), only the scales, or both, with all other parameters",
         choices=("weights", "scales", "both"),
     )
 

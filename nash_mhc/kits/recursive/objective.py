@@ -107,7 +107,7 @@ def _answer(model: Recursive, upper_BTD: Float[Array, "B T D"], targets_BT: Int[
 def _fill_slots(carry: Carry, batch: Batch, cfg: RecursiveConfig) -> Carry:
     """Put the next rows into the slots whose puzzles are done."""
     if carry is None:
-        raise ConfigError("--objective puzzle needs a training state with a carry; use it with train")
+        raise ConfigError("--objective puzzle works only with train, whose state holds the puzzles in progress")
     keys = jax.vmap(lambda place, taken: jax.random.fold_in(jax.random.fold_in(jax.random.key(cfg.state_seed), place), taken))
     first, second = jax.vmap(lambda key: tuple(jax.random.split(key)), out_axes=0)(keys(carry.place, carry.taken))
     explores_B = jax.vmap(jax.random.uniform)(first) < cfg.explore

@@ -155,7 +155,7 @@ def _simulated_units(cfg: ReservoirConfig) -> int:
 
 
 def _states(cfg: ReservoirConfig, u_T: np.ndarray) -> np.ndarray:
-    """Return the states after every token [T, 2 N], from 0."""
+    """Return the states after every token [T, 2 N], starting from zeros."""
     units = _simulated_units(cfg)
     b_2N = channel_input(cfg)[:, :units]
     h_2N, step = np.zeros_like(b_2N), next_state(cfg, units)

@@ -35,7 +35,7 @@ class ReservoirConfig(AttendingConfig):
     attention_every: int = key(0, "add an attention layer after every N layers (0: none)", low=0)
     heads: int = key(8, "attention heads", low=1)
     head_dim: int = key(16, "width of a head (H); even", low=2)
-    window: int | None = key(None, "attention window in tokens (none: all; every token is cached)", low=1)
+    window: int | None = key(None, "attention window in tokens (none: all tokens; generation caches them all)", low=1)
     rope_theta: float = key(10_000.0, "base of the RoPE frequencies", above=0)
     ridge_batches: int = key(
         0, "solve for the last readout by ridge regression over this many batches before the first step (0: no)", low=0

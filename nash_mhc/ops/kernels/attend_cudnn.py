@@ -198,11 +198,11 @@ def _attend_all(
     output = lambda pair: AttentionOutput(*pair) if with_lse else pair[0]
     # Checkpointed because XLA reserves the residuals of every branch, taken or not, and these would be T x T.
     run_fallback = jax.checkpoint(lambda: [fallback(x, window) for x, window in zip(inputs, windows, strict=True)])
-    if not cudnn.is_known():
+    if not cudnn.is_available():
         return run_fallback()
     if inputs[0].segments_BI is None:
         return [output(_attend(form, *x[:3], None)) for x, form in zip(inputs, forms, strict=True)]
-    if not cudnn.walks_documents():
+    if not cudnn.supports_document_masks():
         return run_fallback()
     documents = [x.documents or documents_of(x.segments_BI) for x in inputs]  # type: ignore[arg-type]
 

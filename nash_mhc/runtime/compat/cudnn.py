@@ -16,13 +16,13 @@ _NO_FUNCTION = {"score_mod_name": None, "score_mod_jaxpr": None} if jax.__versio
 
 
 def fused() -> Any:
-    """Return JAX's module with cuDNN attention; raise ImportError without it, so check `is_known` first."""
+    """Return JAX's module with cuDNN attention; raise ImportError without it, so check `is_available` first."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo
 
 
-def is_known() -> bool:
+def is_available() -> bool:
     """Return whether this JAX has the primitives; otherwise attention uses public kernels."""
     try:
         return {"_dot_product_attention_fwd_p", "_dot_product_attention_bwd_p"} <= set(vars(fused()))
@@ -30,10 +30,10 @@ def is_known() -> bool:
         return False
 
 
-def walks_documents() -> bool:
+def supports_document_masks() -> bool:
     """Return whether cuDNN supports document masks on this GPU; otherwise attention uses other kernels."""
     try:
-        return is_known() and float(jax.local_devices(backend="gpu")[0].compute_capability) >= 9.0
+        return is_available() and float(jax.local_devices(backend="gpu")[0].compute_capability) >= 9.0
     except (RuntimeError, AttributeError, ValueError):
         return False
 

@@ -61,8 +61,8 @@ def distributed_state() -> Any:
         return SimpleNamespace(client=None, num_processes=None, process_id=0, coordinator_address=None)
 
 
-def can_join() -> bool:
-    """Return whether `distributed_state` is JAX's own."""
+def has_distributed_state() -> bool:
+    """Return whether this JAX exposes its distributed state, which joining other processes needs."""
     return not isinstance(distributed_state(), SimpleNamespace)
 
 

@@ -28,7 +28,7 @@ def write_replicas_in_parts(least: int | None) -> None:
 
 
 def log_failures_once(is_fault: Callable[[BaseException | None], bool]) -> None:
-    """Drop log records about failures that are raised as well. Without the loggers, this does nothing."""
+    """Drop log records about failures that are also raised. Without the loggers, this does nothing."""
 
     def is_new(record: logging.LogRecord) -> bool:
         """Drop a failure that is logged with its traceback, possibly by several threads, before it is raised."""
@@ -41,7 +41,7 @@ def log_failures_once(is_fault: Callable[[BaseException | None], bool]) -> None:
     before = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        """Drop what TensorStore reports about the other writes of a failed save."""
+        """Drop TensorStore's reports about the other writes of a failed save."""
         if str(unraisable.exc_value) != "Event loop is closed":
             before(unraisable)
 

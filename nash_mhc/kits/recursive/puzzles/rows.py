@@ -1,8 +1,8 @@
 """Kinds of puzzles, and their rows: the question's cells are the inputs, the solution's cells the targets.
 
-Generated puzzles form a pool, each of another symmetry class, which is cached in a file. The pool follows from the kind
-alone and is the same on every machine. A smaller pool is the beginning of a larger one, and a class is held out by its
-hash. So no run is evaluated on a puzzle that another one was trained on, for pools of any size.
+Generated puzzles, each of a different symmetry class, form a pool that is cached in a file. The pool follows from the
+kind alone and is the same on every machine. A smaller pool is the beginning of a larger one, and a class is held out
+by its hash. So no run is evaluated on a puzzle that another one was trained on, for pools of any size.
 """
 
 from __future__ import annotations
@@ -351,8 +351,8 @@ def puzzle_settings(kind: Kind, values: Mapping[str, Any]) -> Settings:
     dataset = values["data.dataset"]
     if values["objective.name"] == "next_token":
         raise ConfigError(
-            f"--dataset {dataset}: puzzles need --objective puzzle; add --model-kind recursive --model-size sudoku4 (or "
-            "sudoku9), which sets it"
+            f"--dataset {dataset}: puzzles need --objective puzzle; add --model-kind recursive and a preset that sets "
+            "it: --model-size sudoku4 or sudoku9"
         )
     settings = {"data.seq_len": kind.size, "data.tokenizer": kind.tokens}
     return {path: (value, f"puzzles {dataset}") for path, value in settings.items()}
@@ -361,7 +361,7 @@ def puzzle_settings(kind: Kind, values: Mapping[str, Any]) -> Settings:
 def _open(request: OpenRequest) -> RowSource:
     cfg = request.cfg
     if cfg.dataset_name is not None:
-        raise ConfigError(f"--dataset-name {cfg.dataset_name}: puzzles have no variants; omit it")
+        raise ConfigError(f"--dataset-name {cfg.dataset_name}: puzzles have no subsets; leave it out")
     return PuzzleRows(cfg.dataset, seed=request.seed, split=request.split, cache_dir=cfg.cache_dir)
 
 
