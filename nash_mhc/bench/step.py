@@ -27,10 +27,12 @@ from jax.sharding import AxisType, Mesh
 
 from nash_mhc.config.schema import ConfigError, DataConfig, LoraConfig, MeshConfig, ModelConfig, RunConfig
 from nash_mhc.data.pack import Rows
+from nash_mhc.estimate.candidates import fastest_remat, with_remat
 from nash_mhc.estimate.roofline import flops_per_token
 from nash_mhc.hub.config_json import family_config, family_of
 from nash_mhc.model.architectures import count_parameters, for_platform
 from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
+from nash_mhc.runtime.chips import by_kind
 from nash_mhc.runtime.hardware import matmul_rate, peak_flops, peak_memory, processors
 from nash_mhc.train.device_batches import abstract_batch, to_device
 from nash_mhc.train.inputs import resolve
@@ -182,6 +184,9 @@ def bench_compile(cfg: RunConfig, topology: str) -> dict[str, Any]:
         mesh = make_mesh(emulated) if topology == "cpu" else _tpu_mesh(cfg.mesh, topology)
         check_fit(cfg.data, cfg.model, mesh.shape, resizable=cfg.resizable)
         cfg = for_platform(cfg, "cpu" if topology == "cpu" else "tpu")
+        chip = by_kind(mesh.devices.flat[0].device_kind)
+        if cfg.train.remat == "auto" and chip is not None:
+            cfg = with_remat(cfg, fastest_remat(cfg, mesh.shape, chip.memory))
         log.info("compiling ...")
         step = compile_train_step(cfg, mesh)
         compiled = step.compile(sharded_abstract_state(cfg, mesh), abstract_batch(cfg.data, cfg.train.grad_accum, mesh))

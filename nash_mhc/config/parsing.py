@@ -232,10 +232,6 @@ def _build(settings: Settings, found: Found, recorded: Settings, kind: str) -> t
     if values["optim"]["warmup_steps"] > total / 10:
         values["optim"]["warmup_steps"] = total // 10
         origins["optim.warmup_steps"] += ", fitted to total_steps"
-    # A preset's remat_keep belongs to the preset's remat.
-    if "train.remat" in settings and values["train"]["remat_keep"] is not None:
-        values["train"]["remat_keep"] = None
-        origins["train.remat_keep"] = "none, because --remat is set"
     for path, (value, origin) in settings.items():
         section, _, name = path.rpartition(".")
         (values[section] if section else values)[name] = value

@@ -198,9 +198,10 @@ class TrainConfig(Section):
     seed: int = key(0, "seed of the weights and of the data order", low=0, high=2**32 - 1)
     grad_accum: int = key(1, "microbatches per step (gradient accumulation)", low=1)
     remat: str = key(
-        "none",
-        "activations to recompute in the backward pass: none, all but matmul results (dots), or all (full)",
-        choices=("none", "dots", "full"),
+        "auto",
+        "activations to recompute in the backward pass: none, all but matmul results (dots), or all (full); auto: the fastest "
+        "choice that fits",
+        choices=("auto", "none", "dots", "full"),
     )
     remat_keep: str | None = key(
         None,
@@ -277,9 +278,9 @@ class TrainConfig(Section):
             )
         if unknown := [name for name in self._kept_names if name not in KEEPABLE]:
             raise ConfigError(f"train.remat_keep: unknown activation {unknown[0]!r}; choose from {', '.join(KEEPABLE)}")
-        if self.remat_keep is not None and self.remat == "none":
+        if self.remat_keep is not None and self.remat in ("auto", "none"):
             raise ConfigError(
-                "train.remat_keep: --remat none saves all activations; leave out --remat-keep, or set --remat dots or full"
+                f"train.remat_keep: needs --remat dots or full, not {self.remat}; leave out --remat-keep, or set --remat"
             )
         if self.init_step is not None and self.init_from is None:
             raise ConfigError(
@@ -292,7 +293,12 @@ class TrainConfig(Section):
 
     @property
     def kept(self) -> str:
-        """Return the remat choice with the extra saved activations: `dots`, `dots+ffn-up`."""
+        """Return the remat choice with the extra saved activations: `dots`, `dots+ffn-up`.
+
+        `auto` counts as `none` until `resolve` (train/inputs.py) has replaced it.
+        """
+        if self.remat == "auto":
+            return "none"
         return "+".join([self.remat, *([",".join(sorted(self._kept_names))] if self.remat_keep else [])])
 
 

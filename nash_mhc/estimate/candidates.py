@@ -10,7 +10,7 @@ from typing import Any
 from nash_mhc.config.schema import DataConfig, LoraConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
 from nash_mhc.estimate.memory import Memory, estimate
 from nash_mhc.estimate.roofline import Speed, speed
-from nash_mhc.model.architectures import for_platform
+from nash_mhc.model.architectures import architecture_of, for_platform
 from nash_mhc.objectives.registry import feed_of
 from nash_mhc.parallel.mesh import indivisible_sizes
 from nash_mhc.runtime.chips import Machine, next_larger
@@ -82,6 +82,17 @@ def smaller_remats(train: TrainConfig) -> list[Remat]:
     return [own, *(each for each in _REMATS[policies.index(train.remat) :] if each[1] is None)]
 
 
+def fastest_remat(cfg: RunConfig, mesh: Mapping[str, int], capacity: float) -> Remat:
+    """Return the remat for `--remat auto`: the fastest whose estimate fits into `capacity` bytes, else the smallest."""
+    if architecture_of(cfg.model).activations is None:  # there is no estimate
+        return _REMATS[0]
+    return next((each for each in _REMATS if estimate(with_remat(cfg, each), mesh).total <= SAFE * capacity), _REMATS[-1])
+
+
+def with_remat(cfg: RunConfig, remat: Remat) -> RunConfig:
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, remat=remat[0], remat_keep=remat[1]))
+
+
 def _meshes(chips: int, slices: int) -> Iterator[dict[str, int]]:
     """Yield data x fsdp x tp; only data crosses slices."""
     for tp in (t for t in range(1, min(chips, _MAX_TP) + 1) if chips % t == 0):
@@ -125,7 +136,7 @@ def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, al
     layout has `fits` = yes, also try bfloat16 weights and moments; they come after float32 layouts that fit.
     """
     axes = {axis: given[f"mesh.{axis}"] for axis in cfg.mesh.axes if given.get(f"mesh.{axis}", -1) != -1}
-    is_set = "train.remat" in given or "train.remat_keep" in given
+    is_set = given.get("train.remat", "auto") != "auto" or "train.remat_keep" in given
     remats = [(cfg.train.remat, cfg.train.remat_keep)] if is_set else _REMATS
     found: list[Candidate] = []
 

@@ -88,7 +88,7 @@ def recomputed(model: ArchitectureConfig, seq_len: int, train: TrainConfig) -> f
     `dots` recomputes only the first two feed-forward products and attention. Of --remat-keep, only `ffn-up` counts.
     """
     useful = architecture_of(model).flops_per_token(model, seq_len)
-    if train.remat == "none":
+    if train.kept == "none":
         return 0.0
     sizes = {length.axis: length.size for length in model.divisible_sizes()}
     output = 6.0 * model.vocab_size * sizes.get("embed", 0)

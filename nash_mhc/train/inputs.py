@@ -26,6 +26,8 @@ from nash_mhc.data.pack import RowSource
 from nash_mhc.data.prepared.folder import FILE
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source, open_test
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
+from nash_mhc.estimate.candidates import fastest_remat, with_remat
+from nash_mhc.estimate.preflight import device_capacity
 from nash_mhc.hub.folder import is_hub_folder
 from nash_mhc.model.architectures import for_platform
 from nash_mhc.objectives.base import Batch, OpenFeed
@@ -76,7 +78,14 @@ def resolve(cfg: RunConfig) -> tuple[RunConfig, Mesh]:
     cfg = for_platform(cfg, platform)
     make_objective(cfg)  # raises for an unknown objective
     abstract_state(cfg)  # raises for an unknown optimizer, and for --freeze and --train-only that match no parameter
+    if cfg.train.remat == "auto":
+        cfg = with_remat(cfg, fastest_remat(cfg, mesh.shape, device_capacity(mesh)))
     return cfg, mesh
+
+
+def with_remat_of_leader(cfg: RunConfig) -> RunConfig:
+    """Return a resolved run with the remat of process 0: estimates may differ between machines."""
+    return with_remat(cfg, from_leader(lambda: (cfg.train.remat, cfg.train.remat_keep)))
 
 
 def settings_of_run(cfg: RunConfig) -> dict[str, Any]:

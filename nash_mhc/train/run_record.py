@@ -199,7 +199,7 @@ def describe_run(inputs: Inputs, mesh: Mesh) -> None:
     """Log what the run trains: devices, parameters, directory, data, batch, and held-out data."""
     cfg = inputs.cfg
     parameters = _parameters(cfg.model, abstract_state(cfg).model, Training.of(cfg), has_adapters=cfg.lora.rank > 0)
-    log.info(f"{describe(mesh)}, {cfg.train.dtype}; {parameters}; run in {inputs.folder}")
+    log.info(f"{describe(mesh)}, {cfg.train.dtype}, remat {cfg.train.kept}; {parameters}; run in {inputs.folder}")
     if cfg.optim.optimizer in ("adamw", "adam_atan2", "muon", "normuon") and cfg.optim.learning_rate > _MAX_PLAUSIBLE_RATE:
         rate = f"--learning-rate {cfg.optim.learning_rate:g}"
         log.warning(f"warning: {rate} is far above the usual 1e-4 to 1e-2; the loss will rise")

@@ -36,7 +36,7 @@ from nash_mhc.train import run_record
 from nash_mhc.train.callbacks import Callback, Meter, StepLog, profile_callback
 from nash_mhc.train.device_batches import host_batches, prefetched
 from nash_mhc.train.evaluate import Best, Evaluations
-from nash_mhc.train.inputs import Inputs, join, open_inputs, resolve
+from nash_mhc.train.inputs import Inputs, join, open_inputs, resolve, with_remat_of_leader
 from nash_mhc.train.resume import checkpoint_values, starting_state
 from nash_mhc.train.samples import Samples
 from nash_mhc.train.state import TrainState, saved_part, sharded_abstract_state
@@ -86,6 +86,7 @@ def run(
         stack.enter_context(logs.showing(reporter if shown else None, cfg.telemetry.log_level))
         stack.callback(reporter.end)
         run_record.describe_devices(requested.mesh, cfg.mesh, cfg.data.batch_size, cfg.optim.learning_rate)
+        cfg = with_remat_of_leader(cfg)
         estimate = from_leader(lambda: preflight(cfg, mesh, no_preflight=no_preflight))  # process 0 decides for all
 
         # Data and run directory. Settings that do not fit are rejected here, before anything is written.

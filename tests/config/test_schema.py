@@ -65,7 +65,7 @@ plain = load_plain_schema()
         (lambda: plain.ModelConfig(qk_norm=1), "model.qk_norm must be true or false, not 1"),
         (lambda: plain.ModelConfig(window=0), "model.window must be at least 1, not 0"),
         (lambda: plain.ModelConfig(window="x"), "model.window must be an integer or none, not 'x'"),
-        (lambda: plain.TrainConfig(remat="all"), "train.remat must be one of none, dots, full, not 'all'"),
+        (lambda: plain.TrainConfig(remat="all"), "train.remat must be one of auto, none, dots, full, not 'all'"),
         (
             lambda: plain.ModelConfig(heads=12, kv_heads=5),
             "model.kv_heads 5 does not divide model.heads 12; the nearest that does is 4",

@@ -13,6 +13,7 @@ from runs import RUN, at, described_run
 from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.schema import ObjectiveConfig
 from nash_mhc.estimate import preflight
+from nash_mhc.estimate.candidates import with_remat
 from nash_mhc.estimate.memory import estimate
 from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.model.architectures import count_parameters
@@ -152,3 +153,13 @@ def test_a_mesh_that_does_not_fit_is_not_taken(monkeypatch):
     monkeypatch.setattr(preflight, "device_capacity", lambda mesh: 1000.0)
     with pytest.raises(ConfigError, match=r"^--mesh-auto: nothing fits: the smallest layout needs "):
         preflight.fastest_here(NASH, {})
+
+
+@pytest.mark.parametrize("share, wanted", [(1.2, "none"), (1.0, "dots+ffn-up"), (1e-9, "full")])
+def test_remat_auto_is_the_fastest_that_fits(share, wanted, monkeypatch):
+    """With a tenth more memory than the estimate, nothing is recomputed; where nothing fits, everything is."""
+    cfg = small.nash_config(train__remat="auto", train__dtype="float32", train__attention="xla", train__unroll="no")
+    need = estimate(with_remat(cfg, ("none", None)), {"data": 1, "fsdp": 1, "tp": 1}).total
+    monkeypatch.setattr("nash_mhc.train.inputs.device_capacity", lambda mesh: share * need)
+    resolved, _ = resolve(cfg)
+    assert resolved.train.kept == wanted

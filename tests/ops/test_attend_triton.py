@@ -104,7 +104,7 @@ def test_where_cudnn_is_asked_for_summaries_and_narrow_windows_go_their_own_way(
     assert asked_of_cudnn == [101, None] and all(f.out_BTNH.shape == tokens.q_BTNH.shape for f in found)
     asked_of_cudnn.clear()
     with in_any_order(True):  # cuDNN is then fast with fewer keys
-        jax.eval_shape(lambda *rows: find(*rows), summaries, tokens, tokens, tokens)  # traced anew
+        jax.eval_shape(functools.partial(find), summaries, tokens, tokens, tokens)  # traced anew
     assert asked_of_cudnn == [100, 101, None]
 
 
