@@ -17,7 +17,6 @@ ABOUT = {
     "evaluate": "evaluate a model on lm-evaluation-harness tasks or held-out text",
     "data": "prepare and inspect data, train tokenizers",
     "checkpoint": "list, verify and inspect the checkpoints of a run",
-    "hub": "import and export Hugging Face models",
     "plan": "estimate which meshes fit a machine, their speed and their cost",
     "report": "write an HTML page about a run",
     "doctor": "check whether this machine is ready to train",

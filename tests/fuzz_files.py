@@ -23,9 +23,9 @@ from nash_mhc.checkpoint.run_lock import acquire
 from nash_mhc.config.schema import DataConfig, ModelConfig, RunConfig
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import ByteTokenizer
-from nash_mhc.hub.config_json import family_config, read_config
-from nash_mhc.hub.tensors import shapes
-from nash_mhc.hub.writing import write_byte_tokenizer, write_run
+from nash_mhc.kits.hub.config_json import family_config, read_config
+from nash_mhc.kits.hub.tensors import shapes
+from nash_mhc.kits.hub.writing import write_byte_tokenizer, write_run
 
 RECORDS: dict[str, list[dict[str, Any]]] = {
     "text": [{"text": f"line {i} of the text", "id": i, "score": 0.5} for i in range(6)],

@@ -16,9 +16,9 @@ from nash_mhc.data import __main__ as data
 from nash_mhc.data.sources import open_held_out, open_source
 from nash_mhc.data.tokenizer import ByteTokenizer, load_tokenizer
 from nash_mhc.generate.prompts import read_prompts
-from nash_mhc.hub import __main__ as hub
-from nash_mhc.hub.load import config_of
 from nash_mhc.kits.distill.chain import read_chain
+from nash_mhc.kits.hub import command as hub
+from nash_mhc.loading.load import config_of
 from nash_mhc.report import __main__ as report
 from nash_mhc.telemetry.sinks import Telemetry
 from nash_mhc.train import __main__ as train

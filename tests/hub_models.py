@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from nash_mhc.hub.writing import write_byte_tokenizer
+from nash_mhc.kits.hub.writing import write_byte_tokenizer
 
 FAR = {"factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = FAR | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}

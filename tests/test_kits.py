@@ -15,7 +15,7 @@ from nash_mhc.config import kits, parsing
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, RunConfig
 from nash_mhc.data import sources
 from nash_mhc.data.pack import Rows, RowSource
-from nash_mhc.hub.load import load
+from nash_mhc.loading.load import load
 from nash_mhc.report.contents import open_run
 from nash_mhc.report.page import write_page
 from nash_mhc.train import run
@@ -233,7 +233,7 @@ SMALL = (
 @pytest.mark.long
 def test_the_core_trains_without_a_kit(tmp_path):
     shutil.copytree(
-        ROOT / "nash_mhc", tmp_path / "nash_mhc", ignore=shutil.ignore_patterns("__pycache__", "recursive", "quantize")
+        ROOT / "nash_mhc", tmp_path / "nash_mhc", ignore=shutil.ignore_patterns("__pycache__", "recursive", "quantize", "hub")
     )
     done = python("-m", "nash_mhc.train", *SMALL, "--checkpoint-dir", "./run", cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0 and str(tmp_path) not in done.stderr, done.stderr
@@ -285,7 +285,7 @@ def older_run(tmp_path_factory):
 def without_kits(tmp_path_factory):
     """Return a function that starts Python with a package whose kits were deleted, all but reservoir."""
     root = tmp_path_factory.mktemp("package")
-    gone = shutil.ignore_patterns("__pycache__", "distill", "quantize", "recursive")
+    gone = shutil.ignore_patterns("__pycache__", "distill", "hub", "quantize", "recursive")
     shutil.copytree(ROOT / "nash_mhc", root / "nash_mhc", ignore=gone)
     return lambda *words: python(*words, cwd=root, PYTHONPATH=str(root))
 
@@ -315,6 +315,14 @@ def test_a_run_that_used_a_deleted_kit_is_refused_in_one_line(section, key, valu
         done = without_kits("-m", f"nash_mhc.{module}", str(tmp_path))
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
         assert str(tmp_path) in done.stderr and (section or value) in done.stderr and "kit" in done.stderr
+
+
+def test_without_its_kit_a_hugging_face_model_is_refused_in_one_line(without_kits, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for words in (("generate", str(tmp_path)), ("train", "--init-from", str(tmp_path))):
+        done = without_kits("-m", f"nash_mhc.{words[0]}", *words[1:])
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert f"{tmp_path}: contains neither a run nor a model" in done.stderr
 
 
 def test_importing_the_core_imports_no_kit():

@@ -29,7 +29,7 @@ from nash_mhc.config.schema import ConfigError, DataConfig, LoraConfig, MeshConf
 from nash_mhc.data.pack import Rows
 from nash_mhc.estimate.candidates import fastest_remat, with_remat
 from nash_mhc.estimate.roofline import flops_per_token
-from nash_mhc.hub.config_json import family_config, family_of
+from nash_mhc.loading.formats import FORMATS, HUB
 from nash_mhc.model.architectures import count_parameters, for_platform
 from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
 from nash_mhc.runtime.chips import by_kind
@@ -243,7 +243,8 @@ _PROJECTIONS = {
 
 def against_torch(cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
     """Measure PyTorch, then this package, on the same device, and return both and the ratio of their speeds."""
-    if not isinstance(cfg.model, ModelConfig) or family_of(cfg.model) is None:
+    hub = FORMATS.get(HUB)
+    if hub is None or hub.transformers_config(cfg) is None:
         raise ConfigError(
             "--against torch: transformers lacks this model; use the dense decoder (--model-scales 1 --model-conv-taps 0 "
             "--model-residual plain --model-full-every 0 --model-window none)"
@@ -343,7 +344,8 @@ class TorchRun:
 
         model, lora = self.cfg.model, self.cfg.lora
         assert isinstance(model, ModelConfig)
-        values = family_config(model, str(family_of(model)), self.cfg.data.seq_len)
+        values = FORMATS[HUB].transformers_config(self.cfg)
+        assert values is not None
         # Our tied embeddings have a factor that transformers lacks, which does not affect the speed.
         config = transformers.AutoConfig.for_model(**values | {"tie_word_embeddings": model.tied_embeddings})
         with device:

@@ -43,7 +43,7 @@ class Kit:
     nicknames: Mapping[str, str] = field(default_factory=dict)  # what others call a key -> its name, for "did you mean"
     generators: References = field(default_factory=dict)  # by flag of `generate`, without dashes: Generator
     weights: References = field(default_factory=dict)  # by section: (model, section) -> model (model/architectures.py)
-    formats: References = field(default_factory=dict)  # by a file of the folder: ModelFormat (hub/load.py)
+    formats: References = field(default_factory=dict)  # by a file of the folder: ModelFormat (loading/formats.py)
     hub_commands: Mapping[str, HubCommand] = field(default_factory=dict)  # by name: `python -m nash_mhc.hub NAME`
     commands: Mapping[str, Command] = field(default_factory=dict)  # `nash-mhc NAME`
 
@@ -72,7 +72,7 @@ class Generator(NamedTuple):
 
     metavar: str
     help: str
-    answer: str  # "module:function", absolute: (hub.load.Loaded, the flag's value) -> text to print
+    answer: str  # "module:function", absolute: (loading.load.Loaded, the flag's value) -> text to print
 
 
 class HubCommand(NamedTuple):

@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace, texts: dict[str, str], harness_names: list[st
     import jax
 
     from nash_mhc.evaluate.scoring import Scorer, held_out, length_multiple, stories, text_file
-    from nash_mhc.hub.load import config_of, load
+    from nash_mhc.loading.load import config_of, load
     from nash_mhc.parallel.board import check_settings_agree
     from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
     from nash_mhc.parallel.processes import start

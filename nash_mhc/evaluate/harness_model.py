@@ -14,7 +14,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from nash_mhc.data.tokenizer import prefix_of
 from nash_mhc.evaluate.scoring import Request, Score, Scorer, track, windows
-from nash_mhc.hub.load import Loaded
+from nash_mhc.loading.load import Loaded
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.sampling import MANY, generate_tokens
 from nash_mhc.train.samples import on_one_device

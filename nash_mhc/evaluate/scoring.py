@@ -25,7 +25,7 @@ from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import loss_floor, open_held_out
 from nash_mhc.data.tokenizer import prefix_of
 from nash_mhc.evaluate.tasks import HELD_OUT, STORIES
-from nash_mhc.hub.load import Loaded
+from nash_mhc.loading.load import Loaded
 from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.objectives.base import Batch
 from nash_mhc.objectives.registry import named_objective

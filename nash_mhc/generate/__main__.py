@@ -22,7 +22,7 @@ from nash_mhc.storage.folders import check_model_folder
 
 if TYPE_CHECKING:
     from nash_mhc.generate.prompts import Prompt
-    from nash_mhc.hub.load import Loaded
+    from nash_mhc.loading.load import Loaded
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def main() -> int:
     logs.configure(args.log_level)
     # JAX is not imported before the flags are checked.
     from nash_mhc.generate.prompts import Prompt, chat_prompt, read_prompts
-    from nash_mhc.hub.load import load
+    from nash_mhc.loading.load import load
     from nash_mhc.runtime.compiled import use_compilation_cache
 
     prompts = [chat_prompt(args.prompt, args.system) if args.chat else Prompt(args.prompt)]

@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from nash_mhc.config.commands import module_command
 from nash_mhc.config.kits import provided
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
@@ -40,7 +39,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
 
 
-_MODEL_FILES = ("config.json", "run.json", "checkpoints")  # a run or a model has one of them, or a file of a kit's format
+_RUN_FILES = ("run.json", "checkpoints")  # a run has one of them
 
 
 def model_name(text: str) -> str | None:
@@ -61,12 +60,9 @@ def check_model_folder(flag: str, name: str, hint: str = "") -> None:
     folder, shown = to_path(name), f"{flag} {name}".strip()
     with as_config_error(shown):
         found = files.exists(folder, kind="directory")
-        names = (*_MODEL_FILES, *provided("formats"))
+        names = (*_RUN_FILES, *provided("formats"))
         if found and (is_remote(name) or any((Path(folder) / file).exists() for file in names)):
             return
-    if found and (Path(folder) / "adapter_config.json").exists():
-        command = module_command("nash_mhc.hub", "import", name, "--base", "BASE", "--out", "RUN")
-        raise ConfigError(f"{shown}: holds PEFT adapters without their base model; combine both with {command}")
     wrong = "contains neither a run nor a model" if found else "no such folder"
     remedy = "give a run directory or a Hugging Face model folder"
     raise ConfigError(f"{shown}: {wrong}; {remedy} ({download_command(name)}){hint}")

@@ -26,10 +26,9 @@ from nash_mhc.config.schema import (
 )
 from nash_mhc.data.prepared.folder import FILE, Manifest
 from nash_mhc.data.sources import source_of
-from nash_mhc.data.tokenizer import is_of_model, load_tokenizer
-from nash_mhc.hub.folder import hub_settings, is_hub_folder
+from nash_mhc.data.tokenizer import FILES, is_of_model, load_tokenizer
+from nash_mhc.loading.formats import initial_format
 from nash_mhc.storage.errors import as_config_error
-from nash_mhc.storage.files import is_remote
 from nash_mhc.storage.folders import check_model_folder
 
 _BEGIN = "data.begin_with_end"
@@ -97,8 +96,11 @@ def _of_prepared(dataset: str) -> Settings:
 
 def _of_model(flag: str, folder: str, model_kind: str, *, with_data: bool) -> Settings:
     """Return the model and tokenizer of a run or Hugging Face model to start from; `with_data`, also a run's data."""
-    if flag == "--init-from" and not is_remote(folder) and is_hub_folder(folder):
-        return {path: (value, f"{flag} {folder}") for path, value in hub_settings(Path(folder)).items()}
+    if flag == "--init-from" and (form := initial_format(flag, folder)) is not None:
+        found = {f"model.{name}": value for name, value in vars(form.config(Path(folder)).model).items()}
+        if any((Path(folder) / name).is_file() for name in FILES):
+            found["data.tokenizer"] = folder
+        return {path: (value, f"{flag} {folder}") for path, value in found.items()}
     with as_config_error(f"{flag} {folder}"):
         described = RunFolder(folder).description()
     if flag == "--init-from" and described is None:

@@ -28,7 +28,7 @@ from nash_mhc.data.sources import loss_floor, open_held_out, open_source, open_t
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.estimate.candidates import fastest_remat, with_remat
 from nash_mhc.estimate.preflight import device_capacity
-from nash_mhc.hub.folder import is_hub_folder
+from nash_mhc.loading.formats import format_of
 from nash_mhc.model.architectures import for_platform
 from nash_mhc.objectives.base import Batch, OpenFeed
 from nash_mhc.objectives.registry import feed_of, named_objective
@@ -222,7 +222,7 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
 def _describe_dataset(cfg: DataConfig, start: str | None) -> str:
     """Name the dataset, and its origin if the user gave none; `start` is the run or model to start from."""
     name = cfg.dataset + (f", {cfg.dataset_name}" if cfg.dataset_name else "")
-    if start is not None and (is_remote(start) or not is_hub_folder(start)):
+    if start is not None and format_of(start) is None:
         before = RunFolder(start)
         described = None if before.is_imported() else before.description()
         if described is not None and described.config.get("data.dataset") == cfg.dataset:

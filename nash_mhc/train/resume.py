@@ -17,13 +17,12 @@ from nash_mhc.config.schema import (
     KIT_SECTIONS,
     ArchitectureConfig,
     ConfigError,
-    ModelConfig,
     RunConfig,
     TrainConfig,
 )
 from nash_mhc.data.sources import RowSource
-from nash_mhc.hub.folder import HubFolder, is_hub_folder
-from nash_mhc.hub.load import absolute, base_record, find_record, read_record
+from nash_mhc.loading.formats import initial_format
+from nash_mhc.loading.weights import absolute, base_record, find_record, read_record
 from nash_mhc.model.architectures import abstract_model, architecture_of, check_random_weights
 from nash_mhc.model.lora import base_of, on_base
 from nash_mhc.objectives.registry import carries
@@ -43,6 +42,8 @@ _SAME_DATA = (
     "data.template", "data.prompt_template", "data.response_template", "data.loss_on", "data.max_documents",
     "data.validation_fraction", "data.test_fraction", "data.test_split", "data.streaming", "train.seed",
 )  # fmt: skip
+# Keys of the model that change no shape, so a run may change them when it starts from a model folder.
+_MAY_DIFFER = ("window", "full_every", "rope_theta", "rope_scaling", "norm_eps")
 _SEQUENCES = "batch-size x grad-accum"  # sequences per step
 
 
@@ -172,7 +173,7 @@ def _check_same_init(folder: RunFolder, init_from: str) -> None:
 
 def _check_weights(model: ArchitectureConfig, name: str, step: int | None) -> None:
     """Raise ConfigError unless the weights that --init-from names fit this model."""
-    if is_remote(name) or not is_hub_folder(name):
+    if (form := initial_format("--init-from", name)) is None:
         folder = other_run("--init-from", name)
         steps = folder.steps()
         if not steps or (step is not None and step not in steps):
@@ -181,12 +182,14 @@ def _check_weights(model: ArchitectureConfig, name: str, step: int | None) -> No
         _check_shapes(model, folder)
         return
     if step is not None:
-        raise ConfigError(f"--init-step {step}: {name} is a Hugging Face model and has no steps; leave out --init-step")
-    if not isinstance(model, ModelConfig):
-        raise ConfigError(f"--init-from {name}: a Hugging Face model cannot initialize --model-kind {model.architecture}")
-    weights = HubFolder(name)
-    weights.check()
-    weights.check_fits(model)
+        raise ConfigError(f"--init-step {step}: {name} is not a run and has no steps; leave out --init-step")
+    theirs = form.config(Path(name)).model
+    if type(model) is not type(theirs):
+        raise ConfigError(f"--init-from {name}: this model cannot initialize --model-kind {model.architecture}")
+    form.check(Path(name))
+    for key, value in vars(model).items():
+        if key not in _MAY_DIFFER and value != (expected := getattr(theirs, key)):
+            raise ConfigError(f"model.{key} {value}: {name} has {expected}; omit it to use the value of that model")
 
 
 def _check_shapes(model: ArchitectureConfig, folder: RunFolder) -> None:

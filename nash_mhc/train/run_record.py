@@ -21,7 +21,7 @@ from nash_mhc.checkpoint.run_folder import PARAMETERS, RUN, flatten_config
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, MeshConfig, RunConfig, TelemetryConfig
 from nash_mhc.data.inspection import summarize_epochs
 from nash_mhc.estimate.roofline import flops_per_token
-from nash_mhc.hub.folder import companions_for_run
+from nash_mhc.loading.formats import copied_companions
 from nash_mhc.model.architectures import architecture_of, count_parameters
 from nash_mhc.model.protocol import LanguageModel
 from nash_mhc.model.weights import count_by_storage
@@ -98,7 +98,7 @@ def record(inputs: Inputs, mesh: Mesh, start: Start, invocation: dict[str, Any])
     texts: dict[str, str | bytes] = {RUN: json.dumps(run, indent=2) + "\n", PARAMETERS: _parameter_table(start.state.model)}
     # The tokenizer and other small files of the Hugging Face model that the run began with, for a later export.
     began = (start.init_from or {}).get("folder")
-    beside = companions_for_run(Path(began)) if began is not None and not is_remote(began) else {}
+    beside = copied_companions(Path(began)) if began is not None and not is_remote(began) else {}
     return Record({**texts, **beside}, changed, wandb)
 
 

@@ -16,7 +16,7 @@ from nash_mhc.checkpoint import __main__ as command
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config import ConfigError
 from nash_mhc.config.commands import one_line_errors
-from nash_mhc.hub.load import load
+from nash_mhc.loading.load import load
 from nash_mhc.report import __main__ as report
 from nash_mhc.runtime.compiled import use_compilation_cache
 from nash_mhc.storage.files import RemoteLog, to_path

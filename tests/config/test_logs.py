@@ -31,7 +31,7 @@ def one_step(folder: Path, **telemetry):
 
 def test_import_installs_nothing_that_prints():
     code = (
-        "import logging, nash_mhc.train.trainer, nash_mhc.hub.load\n"
+        "import logging, nash_mhc.train.trainer, nash_mhc.loading.load\n"
         "package = logging.getLogger('nash_mhc')\n"
         "assert [type(h) for h in package.handlers] == [logging.NullHandler], package.handlers\n"
         "assert package.level == logging.NOTSET and package.propagate\n"

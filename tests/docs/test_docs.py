@@ -21,9 +21,9 @@ from nash_mhc.data import __main__ as data
 from nash_mhc.doctor import __main__ as doctor
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
-from nash_mhc.hub import __main__ as hub
 from nash_mhc.kits.distill import command as distill
 from nash_mhc.kits.distill.chain import read_chain
+from nash_mhc.kits.hub import command as hub
 from nash_mhc.parallel.mesh import check_fit
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.parallel.sharding import RULES, logical_axes

@@ -21,8 +21,8 @@ from nash_mhc.config.schema import MeshConfig
 from nash_mhc.evaluate import __main__ as command
 from nash_mhc.evaluate.scoring import Request, Scorer, stories, text_file, windows
 from nash_mhc.evaluate.tasks import _by_name, load_tasks, run_task
-from nash_mhc.hub.load import load
-from nash_mhc.hub.writing import export
+from nash_mhc.kits.hub.writing import export
+from nash_mhc.loading.load import load
 from nash_mhc.objectives.vocabulary import sharded_log_probs
 from nash_mhc.ops.xent import log_probs_reference
 from nash_mhc.parallel.mesh import make_mesh

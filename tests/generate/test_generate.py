@@ -20,7 +20,7 @@ from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import MeshConfig, ModelConfig, RunConfig
 from nash_mhc.data.tokenizer import ByteTokenizer, stream_text
 from nash_mhc.generate.__main__ import main
-from nash_mhc.hub.load import Loaded, load
+from nash_mhc.loading.load import Loaded, load
 from nash_mhc.model.sampling import MANY, context_start, generate_tokens, keep_likely, sample
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.samples import Samples

@@ -16,7 +16,7 @@ from nash_mhc.config.commands import one_line_errors
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.generate import __main__ as generate
 from nash_mhc.generate.prompts import Prompt, before_stop, chat_prompt
-from nash_mhc.hub.load import load
+from nash_mhc.loading.load import load
 from nash_mhc.model.sampling import Sampling, generate_rows, generate_tokens, penalize_repetition
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}[answer]"

@@ -13,7 +13,7 @@ import small
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.schema import MeshConfig, TelemetryConfig
 from nash_mhc.data.tokenizer import load_tokenizer
-from nash_mhc.hub.load import load
+from nash_mhc.loading.load import load
 from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.train import __main__ as train_command
 from nash_mhc.train import samples

@@ -14,7 +14,7 @@ from runs import RUN, assert_equal_states, at
 
 from nash_mhc.bench.step import bench_step
 from nash_mhc.config.schema import ARCHITECTURES, ConfigError, RunConfig
-from nash_mhc.hub.load import load
+from nash_mhc.loading.load import load
 from nash_mhc.model import architectures
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.protocol import LanguageModel

@@ -13,7 +13,7 @@ from runs import RUN, assert_equal_states, at, drawn_run, rows
 
 from nash_mhc.checkpoint.store import array_metadata
 from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
-from nash_mhc.hub.load import load
+from nash_mhc.loading.load import load
 from nash_mhc.model.lora import Lora, adapted, base_of, has_dropout, merged, with_dropout
 from nash_mhc.optim.schedule import rates
 from nash_mhc.optim.trainable import Training

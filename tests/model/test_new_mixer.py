@@ -18,7 +18,7 @@ from nash_mhc.bench.step_parts import one_group, parts_and_arrays
 from nash_mhc.config import model as names
 from nash_mhc.config.schema import ConfigError, ModelConfig
 from nash_mhc.estimate.memory import estimate
-from nash_mhc.hub.tensors import tensors
+from nash_mhc.kits.hub.tensors import tensors
 from nash_mhc.model import layer
 from nash_mhc.model.attention import PER_HEAD, Attention, AttentionLayout
 from nash_mhc.model.kv_cache import KeyValues, TokenAt

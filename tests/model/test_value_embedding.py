@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nash_mhc.config.schema import ConfigError, ModelConfig
-from nash_mhc.hub.config_json import portable
+from nash_mhc.kits.hub.config_json import portable
 from nash_mhc.model.lm import LM
 from nash_mhc.optim.schedule import group_of
 from nash_mhc.parallel.params import map_declared

@@ -25,7 +25,7 @@ from training_process import catches, typed
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.tokenizer import ByteTokenizer
-from nash_mhc.hub.load import load
+from nash_mhc.loading.load import load
 from nash_mhc.notebook.devices import Found, detect, device_sentence, mesh_flags, propose
 from nash_mhc.notebook.training import CellError, follow, generate, pack, start
 from nash_mhc.runtime.hardware import device_memory, known_memory

@@ -11,7 +11,7 @@ from runs import rows
 
 from nash_mhc.config import parsing
 from nash_mhc.evaluate.scoring import held_out
-from nash_mhc.hub.load import load
+from nash_mhc.loading.load import load
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import infer_settings

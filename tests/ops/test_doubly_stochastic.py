@@ -57,7 +57,7 @@ def jax_form(form):
 def torch_form(logits, weights):
     import torch
 
-    from nash_mhc.hub.modeling_nash_mhc import doubly_stochastic
+    from nash_mhc.kits.hub.modeling_nash_mhc import doubly_stochastic
 
     x = torch.tensor(logits, requires_grad=True)
     p = doubly_stochastic(x)

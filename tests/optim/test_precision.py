@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from nash_mhc.config.schema import ConfigError, PrecisionConfig
 from nash_mhc.estimate.memory import estimate
-from nash_mhc.hub.load import load
+from nash_mhc.loading.load import load
 from nash_mhc.optim.rounding import salt_of, stochastic_bfloat16
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.params import named_leaves

@@ -14,7 +14,7 @@ from sampled import long
 from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data import __main__ as data
-from nash_mhc.hub.load import load
+from nash_mhc.loading.load import load
 from nash_mhc.train import __main__ as train
 from nash_mhc.train.evaluate import Best
 

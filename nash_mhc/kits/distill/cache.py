@@ -24,8 +24,8 @@ from jaxtyping import Array
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.pack import Extras, Rows
 from nash_mhc.data.prepared.folder import Damaged, Manifest, PreparedRows, check_files, write_file
-from nash_mhc.hub.load import Loaded
 from nash_mhc.kits.distill.teacher import top_k_reader
+from nash_mhc.loading.load import Loaded
 from nash_mhc.objectives.base import Batch
 from nash_mhc.parallel.board import barrier, from_leader
 from nash_mhc.parallel.sharding import named_sharding

@@ -83,8 +83,9 @@ def cache_command(argv: Sequence[str]) -> int:
 
     from nash_mhc.data.prepared.folder import Manifest
     from nash_mhc.data.workers import progress
-    from nash_mhc.hub.load import find_record, load
     from nash_mhc.kits.distill.cache import cache_size, check_disk_space, write_cache
+    from nash_mhc.loading.load import load
+    from nash_mhc.loading.weights import find_record
     from nash_mhc.parallel.board import leader_first
     from nash_mhc.parallel.mesh import check_fit, describe, make_mesh
     from nash_mhc.runtime.compiled import use_compilation_cache

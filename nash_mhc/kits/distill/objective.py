@@ -18,11 +18,11 @@ from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, 
 from nash_mhc.data.pack import RowSource
 from nash_mhc.data.sources import Opener, OpenRequest, check_recipe
 from nash_mhc.data.tokenizer import Tokenizer
-from nash_mhc.hub.load import shape_of
 from nash_mhc.kits.distill.cache import CachedRows, read_teacher_json
 from nash_mhc.kits.distill.loss import LossWeights, TeacherLogits, layer_difference, sharded_distill
 from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.kits.distill.teacher import OnlineTeacher, check_random_vocab
+from nash_mhc.loading.load import shape_of
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.objectives.base import Aux, Batch, Feed, FeedMemory, Objective, OpenFeed, Sum

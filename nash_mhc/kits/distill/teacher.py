@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, RunConfig, TrainConfig
 from nash_mhc.data.pack import RowSource
 from nash_mhc.data.tokenizer import Tokenizer
-from nash_mhc.hub.load import Loaded, config_of, find_record, load
 from nash_mhc.kits.distill.loss import TeacherLogits, sharded_teacher_logits
 from nash_mhc.kits.distill.settings import DistillConfig
+from nash_mhc.loading.load import Loaded, config_of, load
+from nash_mhc.loading.weights import find_record
 from nash_mhc.model.architectures import for_platform
 from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.objectives.base import Batch

@@ -24,11 +24,12 @@ from nash_mhc.config import logs
 from nash_mhc.config.commands import OneLineParser, local_path, module_command, run_path
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer
-from nash_mhc.hub.load import Loaded, ModelFormat, base_record, format_of, load, model_shape, on_devices, read_record
-from nash_mhc.hub.tensors import cast, load_tensors, save_tensors
 from nash_mhc.kits.quantize import ops
 from nash_mhc.kits.quantize.settings import QuantizeConfig
 from nash_mhc.kits.quantize.weights import Exported, Quantized, is_quantized
+from nash_mhc.loading.formats import ModelFormat, cast, format_of, load_tensors, save_tensors
+from nash_mhc.loading.load import Loaded, load
+from nash_mhc.loading.weights import base_record, model_shape, on_devices, read_record
 from nash_mhc.model.lora import adapters_of, on_base
 from nash_mhc.model.weights import has_derived
 from nash_mhc.parallel.params import named_leaves
@@ -193,4 +194,4 @@ def _array(name: str, about: dict[str, Any], tensors: dict[str, np.ndarray], sha
     return np.asarray(jax.jit(jax.vmap(one) if stack else one)(stored))
 
 
-FORMAT = ModelFormat(config=read_config, read=read_packed)
+FORMAT = ModelFormat(config=read_config, read=read_packed, instead="use the run that was packed")

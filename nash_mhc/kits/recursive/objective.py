@@ -19,12 +19,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from nash_mhc.config.schema import ConfigError, RunConfig
-from nash_mhc.hub.load import Loaded
 from nash_mhc.kits.recursive.model import Recursive, States
 from nash_mhc.kits.recursive.puzzles import sudoku
 from nash_mhc.kits.recursive.puzzles.csv_file import kind_of_text
 from nash_mhc.kits.recursive.puzzles.rows import CellTokenizer, find_kind, is_puzzle
 from nash_mhc.kits.recursive.settings import RecursiveConfig
+from nash_mhc.loading.load import Loaded
 from nash_mhc.model.parts import logits_of
 from nash_mhc.model.protocol import Execution
 from nash_mhc.objectives.base import Aux, Batch, Sum

@@ -14,7 +14,6 @@ from command_process import CommandProcess
 from runs import RUN, assert_equal_states, at, rows, untrained_run
 
 from nash_mhc.config.schema import ConfigError, MeshConfig, ObjectiveConfig
-from nash_mhc.hub.load import load
 from nash_mhc.kits.distill import cache as cache_module
 from nash_mhc.kits.distill import chain
 from nash_mhc.kits.distill.cache import CachedRows
@@ -22,6 +21,7 @@ from nash_mhc.kits.distill.chain import read_chain, show
 from nash_mhc.kits.distill.command import cache_command, chain_command
 from nash_mhc.kits.distill.settings import DistillConfig
 from nash_mhc.kits.distill.teacher import check_random_vocab
+from nash_mhc.loading.load import load
 from nash_mhc.report.contents import contents, open_run
 
 K = 12

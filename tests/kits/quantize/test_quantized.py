@@ -15,11 +15,13 @@ from sampled import long
 
 from nash_mhc.config.schema import ConfigError, LoraConfig
 from nash_mhc.data.tokenizer import ByteTokenizer
-from nash_mhc.hub.load import Loaded, find_record, format_of, load, read_record
 from nash_mhc.kits.quantize import weights as quantizing
 from nash_mhc.kits.quantize.packed import FORMAT, load_quantized, write_packed
 from nash_mhc.kits.quantize.settings import QuantizeConfig
 from nash_mhc.kits.quantize.weights import Quantized, is_quantized, quantized
+from nash_mhc.loading.formats import format_of
+from nash_mhc.loading.load import Loaded, load
+from nash_mhc.loading.weights import find_record, read_record
 from nash_mhc.model.lora import adapted
 from nash_mhc.model.weights import materialized
 from nash_mhc.optim.trainable import Training

@@ -17,9 +17,9 @@ from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.data.inspection import of_run
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
-from nash_mhc.hub.load import load
 from nash_mhc.kits.recursive.puzzles.maze import OPEN, PATH
 from nash_mhc.kits.recursive.puzzles.rows import PuzzleRows, find_kind
+from nash_mhc.loading.load import load
 from nash_mhc.model.architectures import architecture_of
 from nash_mhc.train.__main__ import next_commands
 from nash_mhc.train.inferred_settings import infer_settings

@@ -18,11 +18,11 @@ from sampled import long
 from nash_mhc.config.schema import ConfigError, MeshConfig
 from nash_mhc.data.sources import open_source
 from nash_mhc.data.tokenizer import load_tokenizer
-from nash_mhc.hub.load import load
 from nash_mhc.kits.reservoir import model as reservoir
 from nash_mhc.kits.reservoir import ridge as reservoir_ridge
 from nash_mhc.kits.reservoir import scans
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
+from nash_mhc.loading.load import load
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.model.protocol import Execution, LanguageModel
 from nash_mhc.objectives.base import Batch

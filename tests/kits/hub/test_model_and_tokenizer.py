@@ -19,10 +19,10 @@ from nash_mhc.data.tokenizer import load_tokenizer, prefix_of
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
 from nash_mhc.generate.prompts import Prompt, chat_prompt
-from nash_mhc.hub import __main__ as hub
-from nash_mhc.hub.load import load, tokenizer_of
-from nash_mhc.hub.writing import import_folder
 from nash_mhc.kits.distill.command import cache_command
+from nash_mhc.kits.hub import command as hub
+from nash_mhc.kits.hub.writing import import_folder
+from nash_mhc.loading.load import load, tokenizer_of
 from nash_mhc.train.inferred_settings import infer_settings
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|endoftext|>{% endfor %}[answer]"

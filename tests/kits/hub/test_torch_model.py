@@ -20,8 +20,8 @@ from safetensors.numpy import save_file
 from sampled import long
 
 from nash_mhc.config.schema import ConfigError, ModelConfig
-from nash_mhc.hub.config_json import nash_config
-from nash_mhc.hub.tensors import export_tensors, tensors_of
+from nash_mhc.kits.hub.config_json import nash_config
+from nash_mhc.kits.hub.tensors import export_tensors, tensors_of
 from nash_mhc.model import LM
 from nash_mhc.model.protocol import Execution
 from nash_mhc.parallel.params import named_leaves
@@ -35,7 +35,7 @@ def torch_is_imported():
     import transformers.generation
     import transformers.modeling_utils  # noqa: F401
 
-    from nash_mhc.hub import modeling_nash_mhc  # needs torch
+    from nash_mhc.kits.hub import modeling_nash_mhc  # needs torch
 
     torch.set_num_threads(1)  # of numbers this few, a second one is only waited for
     globals().update(torch=torch, modeling_nash_mhc=modeling_nash_mhc)

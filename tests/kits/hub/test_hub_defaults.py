@@ -9,7 +9,7 @@ import pytest
 
 from nash_mhc.config import ConfigError
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.hub.config_json import DEFAULTS, IGNORED, read_config
+from nash_mhc.kits.hub.config_json import DEFAULTS, IGNORED, read_config
 
 CLASSES = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 300}
@@ -140,7 +140,7 @@ def test_layers_of_two_kinds_by_default_are_refused():
 
 def test_nash_mhc_config_has_the_fields_and_defaults_of_model_config():
     pytest.importorskip("torch", reason="the exported model is a torch file")
-    from nash_mhc.hub.modeling_nash_mhc import NashMhcConfig
+    from nash_mhc.kits.hub.modeling_nash_mhc import NashMhcConfig
 
     theirs = {name: p.default for name, p in inspect.signature(NashMhcConfig.__init__).parameters.items()}
     ours = {field.name: field.default for field in dataclasses.fields(ModelConfig)}

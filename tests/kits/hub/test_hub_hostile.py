@@ -12,11 +12,11 @@ from safetensors.numpy import load_file
 
 from nash_mhc.config import ConfigError
 from nash_mhc.data.tokenizer import load_tokenizer
-from nash_mhc.hub import __main__ as hub
-from nash_mhc.hub.config_json import read_config
-from nash_mhc.hub.folder import HubFolder
-from nash_mhc.hub.tensors import shapes
-from nash_mhc.hub.writing import write_byte_tokenizer
+from nash_mhc.kits.hub import command as hub
+from nash_mhc.kits.hub.config_json import read_config
+from nash_mhc.kits.hub.folder import HubFolder
+from nash_mhc.kits.hub.tensors import shapes
+from nash_mhc.kits.hub.writing import write_byte_tokenizer
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,

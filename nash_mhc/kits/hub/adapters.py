@@ -19,11 +19,13 @@ import numpy as np
 
 from nash_mhc.config.commands import module_command
 from nash_mhc.config.schema import ConfigError, LoraConfig, ModelConfig, RunConfig
-from nash_mhc.hub.adapter_config import FILE, REMEDY, AdapterConfig, read_adapter_config
-from nash_mhc.hub.config_json import shown
-from nash_mhc.hub.load import Loaded, ModelFormat, config_of, find_record, model_shape, on_devices, read_record, stop_tokens
-from nash_mhc.hub.tensors import DTYPES, load_tensors, projections, save_tensors
-from nash_mhc.hub.writing import write_run
+from nash_mhc.kits.hub.adapter_config import FILE, REMEDY, AdapterConfig, read_adapter_config
+from nash_mhc.kits.hub.config_json import shown
+from nash_mhc.kits.hub.tensors import DTYPES, projections
+from nash_mhc.kits.hub.writing import write_run
+from nash_mhc.loading.formats import ModelFormat, load_tensors, save_tensors
+from nash_mhc.loading.load import Loaded, config_of, stop_tokens
+from nash_mhc.loading.weights import find_record, model_shape, on_devices, read_record
 from nash_mhc.model.architectures import abstract_model, count_parameters
 from nash_mhc.model.lora import adapters_of, alpha_of, base_of, factor_of, on_base
 from nash_mhc.model.weights import PROJECTIONS
@@ -169,6 +171,7 @@ FORMAT = ModelFormat(
     config=lambda folder: _convert(folder, _named_base(folder), hashed=False).config,
     read=_read_on_base,
     stops=lambda folder: stop_tokens(_named_base(folder)),
+    instead="convert it to a run with hub import, or merge it with hub merge",
 )
 
 

@@ -10,8 +10,8 @@ from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.tokenizer import load_tokenizer
 from nash_mhc.evaluate import __main__ as evaluate
 from nash_mhc.generate import __main__ as generate
-from nash_mhc.hub import __main__ as hub
 from nash_mhc.kits.distill import command as distill
+from nash_mhc.kits.hub import command as hub
 from nash_mhc.plan import __main__ as plan
 from nash_mhc.train.inferred_settings import infer_settings
 

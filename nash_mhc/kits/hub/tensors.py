@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from nash_mhc.config.schema import ConfigError, ModelConfig
-from nash_mhc.hub.config_json import family_of, is_tied, portable
+from nash_mhc.kits.hub.config_json import family_of, is_tied, portable
 from nash_mhc.model.architectures import abstract_model
 from nash_mhc.parallel.params import named_leaves
-from nash_mhc.storage.errors import reason
 
 Slices = tuple[slice, ...]
 Reader = Callable[[Slices], np.ndarray]  # reads a slice of a tensor from its file
@@ -180,38 +178,3 @@ def shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
         for tensor in tensors(cfg)
         for i in (range(cfg.layers) if "{i}" in tensor.name else [0])
     }
-
-
-def cast(name: str, array: np.ndarray, dtype: Any, alternatives: str) -> np.ndarray:
-    """Return the array in `dtype`.
-
-    Raise ConfigError if a finite value would overflow. `alternatives`: dtypes to suggest.
-    """
-    with np.errstate(over="ignore"):  # the error says more than numpy's warning
-        narrow = array.astype(dtype)
-    overflowed = np.isfinite(array) & ~np.isfinite(narrow)
-    if not overflowed.any():
-        return narrow
-    largest, limit = np.abs(array[overflowed].astype(np.float64)).max(), float(ml_dtypes.finfo(narrow.dtype).max)
-    raise ConfigError(
-        f"--dtype {narrow.dtype}: {name} has a value of {largest:.6g}, above the maximum of {limit:.6g}; "
-        f"use --dtype {alternatives}"
-    )
-
-
-def save_tensors(arrays: dict[str, np.ndarray], file: Path, metadata: dict[str, str] | None = None) -> None:
-    from safetensors.numpy import save_file
-
-    save_file(arrays, file, metadata=metadata)
-    file.chmod(0o644)  # safetensors creates it readable by the owner only
-
-
-def load_tensors(file: Path, remedy: str = "") -> dict[str, np.ndarray]:
-    from safetensors.numpy import load_file
-
-    try:
-        found: dict[str, np.ndarray] = load_file(file)
-    except Exception as error:  # safetensors defines no common base class
-        cause = reason(error) if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{file}: cannot be read ({cause}){remedy}") from None
-    return found

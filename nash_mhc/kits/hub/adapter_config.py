@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.hub.config_json import shown
+from nash_mhc.kits.hub.config_json import shown
 from nash_mhc.storage.files import read_json
 
 FILE = "adapter_config.json"

@@ -15,13 +15,13 @@ from safetensors.numpy import save_file
 
 from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.schema import MeshConfig, ModelConfig, RunConfig
-from nash_mhc.hub import __main__ as hub
-from nash_mhc.hub.config_json import nash_config, read_config
-from nash_mhc.hub.folder import HubFolder, read_weights
-from nash_mhc.hub.load import load
-from nash_mhc.hub.tensors import shapes
-from nash_mhc.hub.tensors import tensors as tensors_of
-from nash_mhc.hub.writing import write_byte_tokenizer
+from nash_mhc.kits.hub import command as hub
+from nash_mhc.kits.hub.config_json import nash_config, read_config
+from nash_mhc.kits.hub.folder import HubFolder, read_weights
+from nash_mhc.kits.hub.tensors import shapes
+from nash_mhc.kits.hub.tensors import tensors as tensors_of
+from nash_mhc.kits.hub.writing import write_byte_tokenizer
+from nash_mhc.loading.load import load
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.inferred_settings import infer_settings
 from nash_mhc.train.resume import check_resume

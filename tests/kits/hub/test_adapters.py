@@ -13,11 +13,14 @@ import small
 from hub_models import KINDS, save, tensors
 from runs import drawn_run
 
+from nash_mhc.config import parsing
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.hub import __main__ as command
-from nash_mhc.hub.adapter_config import HANDLED, IGNORED, REFUSED
-from nash_mhc.hub.load import load
+from nash_mhc.kits.hub import command
+from nash_mhc.kits.hub.adapter_config import HANDLED, IGNORED, REFUSED
+from nash_mhc.loading.load import load
 from nash_mhc.model.lora import merged
+from nash_mhc.storage.folders import check_model_folder
+from nash_mhc.train.inferred_settings import infer_settings
 
 TARGETS = ["q_proj", "v_proj", "o_proj", "down_proj"]
 
@@ -81,6 +84,7 @@ def test_peft_adapters_import_export_and_merge(models, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 250, (2, 24)).astype(np.int32)
     expected = logits(theirs, tokens)
     found = jax.jit(lambda model, tokens_BT: model(tokens_BT))(loaded.model, tokens)[..., : expected.shape[-1]]
+    check_model_folder("", str(tmp_path / "theirs"))
     unimported = load(tmp_path / "theirs")  # adapter_config.json names the base
     np.testing.assert_allclose(forward(unimported.model, tokens)[..., : expected.shape[-1]], expected, atol=1e-5, rtol=1e-5)
     assert unimported.stops == load(by_transformers).stops and unimported.config.lora == loaded.config.lora
@@ -253,6 +257,8 @@ def test_the_wrong_kind_of_folder_is_refused(base, theirs, tmp_path):
         call("import", theirs, "--out", tmp_path / "ours")
     with pytest.raises(ConfigError, match="hub merge"):
         call("export", theirs, "--out", tmp_path / "ours")
+    with pytest.raises(ConfigError, match=r"--init-from .*theirs: a run cannot start from .*hub import"):
+        parsing.parse(["--init-from", str(theirs)], found=infer_settings)
     moved = shutil.copytree(theirs, tmp_path / "moved")
     change(moved, base_model_name_or_path="nowhere")
     with pytest.raises(ConfigError, match=r"nowhere.*hub import \S+ --base"):

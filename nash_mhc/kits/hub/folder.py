@@ -18,16 +18,17 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
 from nash_mhc.config.commands import did_you_mean
-from nash_mhc.config.schema import ConfigError, ModelConfig
-from nash_mhc.data.tokenizer import FILES
-from nash_mhc.hub.config_json import DEFAULTS, Imported, read_config, shown
-from nash_mhc.hub.tensors import DTYPES, EMBEDDING, OUTPUT, Reader, Tensor, shapes, tensors
+from nash_mhc.config.schema import ConfigError, DataConfig, ModelConfig, RunConfig
+from nash_mhc.kits.hub.config_json import DEFAULTS, Imported, family_config, family_of, read_config, shown
+from nash_mhc.kits.hub.tensors import DTYPES, EMBEDDING, OUTPUT, Reader, Tensor, shapes, tensors
+from nash_mhc.loading.formats import HUB as CONFIG
+from nash_mhc.loading.formats import ModelFormat
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.errors import reason
-from nash_mhc.storage.files import read_json
+from nash_mhc.storage.files import digest_of, digests_of_files, read_json
 
 log = logging.getLogger(__name__)
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 # Small files that accompany the weights and are copied with the model.
 _COMPANIONS = (
@@ -35,19 +36,11 @@ _COMPANIONS = (
     "*.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
-RUN_COPY = "hub"  # subfolder of a run directory with copies of these files
-_TENSOR_DTYPES = "tensor_dtypes.json"  # in that subfolder: the dtype that each tensor was imported from
+_TENSOR_DTYPES = "tensor_dtypes.json"  # in a run's copy of these files: the dtype that each tensor was imported from
 _FILE = re.compile(r"[\w .+-]{1,240}\.safetensors", re.ASCII)  # no path
 _BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")  # computed, but saved by old versions of transformers
 _CHUNK = 1 << 24  # bytes of two tensors compared at a time
 _REPORT_INTERVAL = 2.0  # seconds
-# Settings that do not change a weight's shape, so a run may change them when it starts from a model.
-_MAY_DIFFER = ("window", "full_every", "rope_theta", "rope_scaling", "norm_eps")
-
-
-def is_hub_folder(path: str | Path) -> bool:
-    """Return whether the folder is a Hugging Face model and not a run directory."""
-    return (Path(path) / CONFIG).is_file() and not (Path(path) / "run.json").exists()
 
 
 def companions(folder: Path) -> list[str]:
@@ -56,17 +49,11 @@ def companions(folder: Path) -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
-def companions_for_run(folder: Path) -> dict[str, bytes]:
-    """Return the files to copy into a run that starts from this folder: name -> content.
-
-    `folder` is a Hugging Face folder, or a run that started from one. Empty for other runs.
-    """
-    folder = folder if is_hub_folder(folder) else folder / RUN_COPY
-    if not is_hub_folder(folder):
-        return {}
-    found = {f"{RUN_COPY}/{name}": (folder / name).read_bytes() for name in companions(folder)}
+def _contents(folder: Path) -> dict[str, bytes]:
+    """Return the companion files and the dtypes of the tensors: name -> content."""
+    found = {name: (folder / name).read_bytes() for name in companions(folder)}
     if dtypes := tensor_dtypes(folder):
-        found[f"{RUN_COPY}/{_TENSOR_DTYPES}"] = (json.dumps(dtypes, indent=0) + "\n").encode()
+        found[_TENSOR_DTYPES] = (json.dumps(dtypes, indent=0) + "\n").encode()
     return found
 
 
@@ -75,13 +62,6 @@ def tensor_dtypes(folder: Path) -> dict[str, str]:
     if (folder / INDEX).is_file() or (folder / WEIGHTS).is_file():
         return {name: entry.dtype for name, entry in HubFolder(folder).entries().items()}
     return read_json(folder / _TENSOR_DTYPES) if (folder / _TENSOR_DTYPES).is_file() else {}
-
-
-def hub_settings(folder: Path) -> dict[str, Any]:
-    """Return the settings that a run takes from the folder it starts from: model and tokenizer."""
-    model = {f"model.{name}": value for name, value in vars(HubFolder(folder).imported.model).items()}
-    has_tokenizer = any((folder / name).is_file() for name in FILES)
-    return model | ({"data.tokenizer": str(folder)} if has_tokenizer else {})
 
 
 class Entry(NamedTuple):
@@ -182,13 +162,6 @@ class HubFolder:
         if one.shape != other.shape or not all(np.array_equal(one.reader()(at), other.reader()(at)) for at in slices):
             raise ConfigError(f"{other.file}: {OUTPUT} differs from {EMBEDDING}, but {CONFIG} ties them")
 
-    def check_fits(self, cfg: ModelConfig) -> None:
-        """Check that a run with this model configuration can load the weights."""
-        for name, value in vars(cfg).items():
-            expected = getattr(self.imported.model, name)
-            if name not in _MAY_DIFFER and value != expected:
-                raise ConfigError(f"model.{name} {value}: {self.path} has {expected}; omit it to use the value of config.json")
-
 
 def _read_header(file: Path) -> dict[str, Entry]:
     from safetensors import SafetensorError, safe_open
@@ -268,3 +241,35 @@ def _read_tensor(entry: Entry, tensor: Tensor, shape: tuple[int, ...], sharding:
 def _layer_sharding(sharding: Sharding) -> Sharding:
     """Return the sharding of one layer of a stack."""
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])) if isinstance(sharding, NamedSharding) else sharding
+
+
+def _run_config(path: Path) -> RunConfig:
+    imported = HubFolder(path).imported
+    data = DataConfig(tokenizer=str(path.expanduser()), begin_with_end=False, seq_len=imported.positions)
+    return RunConfig(model=imported.model, data=data)
+
+
+def _identity(path: Path) -> str:
+    """Return a digest of all weight files and config.json."""
+    files = sorted({*path.glob("*.safetensors"), path / CONFIG})
+    return digest_of([[file.name, digest] for file, digest in zip(files, digests_of_files(files), strict=True)])
+
+
+def _transformers_config(cfg: RunConfig) -> dict[str, Any] | None:
+    """Return the config.json of the same architecture in transformers; None if only Nash-MHC has it."""
+    if not isinstance(cfg.model, ModelConfig) or (family := family_of(cfg.model)) is None:
+        return None
+    return family_config(cfg.model, family, cfg.data.seq_len)
+
+
+FORMAT = ModelFormat(
+    config=_run_config,
+    read=lambda path, like: read_weights(HubFolder(path), like),
+    check=lambda path: HubFolder(path).check(),
+    stops=lambda path: HubFolder(path).stop_tokens(),
+    dtype="bfloat16",
+    is_initial=True,
+    identity=_identity,
+    companions=_contents,
+    transformers_config=_transformers_config,
+)

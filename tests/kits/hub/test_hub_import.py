@@ -20,11 +20,11 @@ from sampled import long
 from nash_mhc.config import ConfigError, parsing
 from nash_mhc.config.model import RopeScaling
 from nash_mhc.config.schema import MeshConfig, RunConfig
-from nash_mhc.hub import __main__ as hub
-from nash_mhc.hub.config_json import family_config, family_of, read_config
-from nash_mhc.hub.folder import Entry, HubFolder, read_weights
-from nash_mhc.hub.load import load
-from nash_mhc.hub.tensors import shapes
+from nash_mhc.kits.hub import command as hub
+from nash_mhc.kits.hub.config_json import family_config, family_of, read_config
+from nash_mhc.kits.hub.folder import Entry, HubFolder, read_weights
+from nash_mhc.kits.hub.tensors import shapes
+from nash_mhc.loading.load import load
 from nash_mhc.model.sampling import generate_tokens
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.inferred_settings import infer_settings
@@ -433,10 +433,10 @@ def test_a_tokenizer_with_a_begin_token_begins_every_document_with_it(folders, t
 MEMORY = """
 import sys, threading
 import jax
-from nash_mhc.hub.load import on_devices
+from nash_mhc.loading.load import on_devices
 from nash_mhc.model.architectures import abstract_model
-from nash_mhc.hub.folder import HubFolder
-from nash_mhc.hub.folder import read_weights
+from nash_mhc.kits.hub.folder import HubFolder
+from nash_mhc.kits.hub.folder import read_weights
 from nash_mhc.config.schema import RunConfig, DataConfig
 folder = HubFolder(sys.argv[1])
 like = on_devices(abstract_model(folder.imported.model), None)

@@ -18,10 +18,11 @@ from nash_mhc.checkpoint.run_folder import RUN
 from nash_mhc.checkpoint.store import Store
 from nash_mhc.config.schema import ConfigError, ModelConfig
 from nash_mhc.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, prefix_of, prepending_processor, write_tokenizer_config
-from nash_mhc.hub.config_json import CODE, family_config, family_of, is_tied, nash_config, read_config
-from nash_mhc.hub.folder import CONFIG, GENERATION, INDEX, RUN_COPY, WEIGHTS, companions, companions_for_run, tensor_dtypes
-from nash_mhc.hub.load import Loaded, load
-from nash_mhc.hub.tensors import DTYPES, EMBEDDING, OUTPUT, cast, export_tensors, save_tensors, tensors
+from nash_mhc.kits.hub.config_json import CODE, family_config, family_of, is_tied, nash_config, read_config
+from nash_mhc.kits.hub.folder import CONFIG, GENERATION, INDEX, WEIGHTS, companions, tensor_dtypes
+from nash_mhc.kits.hub.tensors import DTYPES, EMBEDDING, OUTPUT, export_tensors, tensors
+from nash_mhc.loading.formats import RUN_COPY, cast, copied_companions, save_tensors
+from nash_mhc.loading.load import Loaded, load
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.weights import has_derived, materialized
 from nash_mhc.parallel.params import named_leaves
@@ -210,7 +211,7 @@ def write_run(
     `copy_from`: model whose tokenizer and other files are copied. `base`: the record of the weights that adapters
     belong to. `metadata`: other keys of run.json.
     """
-    for name, content in companions_for_run(copy_from).items() if copy_from is not None else ():
+    for name, content in copied_companions(copy_from).items() if copy_from is not None else ():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     values = {"step": 0, "config": config, "data": {"rows": "none"}} | ({} if base is None else {"base": base})

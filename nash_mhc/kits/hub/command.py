@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nash_mhc.config import logs
-from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, one_line_errors, run_path
+from nash_mhc.config.commands import OneLineParser, chosen_command, local_path, module_command, run_path
 from nash_mhc.config.kits import HubCommand, Registry
 from nash_mhc.config.kits import load as load_reference
 from nash_mhc.config.schema import ConfigError
@@ -72,7 +72,7 @@ def _import(argv: Sequence[str]) -> int:
     check_model_folder("", args.folder)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder}: has no config.json, so it is not a Hugging Face model")
-    from nash_mhc.hub.writing import import_folder
+    from nash_mhc.kits.hub.writing import import_folder
     from nash_mhc.model.architectures import count_parameters
 
     loaded = import_folder(folder, Path(args.out))
@@ -85,7 +85,7 @@ def _import(argv: Sequence[str]) -> int:
 def _import_adapters(folder: Path, args: argparse.Namespace) -> int:
     if args.base is None:
         raise ConfigError(f"{folder}: contains adapters; give their base model with --base FOLDER")
-    from nash_mhc.hub.adapters import import_adapters
+    from nash_mhc.kits.hub.adapters import import_adapters
 
     count = import_adapters(folder, args.base, Path(args.out))
     print(f"{args.out}: adapters of {count:,} parameters on {args.base}; generate text with them, or merge them:")
@@ -106,7 +106,7 @@ def _parse_and_load(command: str, argv: Sequence[str]) -> tuple[argparse.Namespa
     args = _parsed(parser, argv, "the folder to create is --out {word}")
     if not (args.shard_size > 0 and math.isfinite(args.shard_size)):
         raise ConfigError(f"--shard-size {args.shard_size}: must be above 0")
-    from nash_mhc.hub.load import load
+    from nash_mhc.loading.load import load
 
     check_is_new(Path(args.out))
     return args, load(args.folder, args.step)
@@ -117,8 +117,9 @@ def _export(argv: Sequence[str]) -> int:
     if not loaded.config.lora.rank:
         return _write(args, loaded)
     from nash_mhc.checkpoint.run_folder import RunFolder
-    from nash_mhc.hub.adapters import IMPORTED_DTYPES, export_adapters
-    from nash_mhc.hub.load import base_record, format_of
+    from nash_mhc.kits.hub.adapters import IMPORTED_DTYPES, export_adapters
+    from nash_mhc.loading.formats import format_of
+    from nash_mhc.loading.weights import base_record
 
     if format_of(args.folder) is not None:
         raise ConfigError(
@@ -149,7 +150,7 @@ def _merge(argv: Sequence[str]) -> int:
 
 def _write(args: argparse.Namespace, loaded: Any) -> int:
     """Write a whole model as a Hugging Face folder."""
-    from nash_mhc.hub.writing import export, model_card
+    from nash_mhc.kits.hub.writing import export, model_card
 
     dtype = None if args.dtype == "auto" else args.dtype
     card = model_card(loaded, Path(args.folder).resolve().name, _figures(args.folder, loaded.step))
@@ -166,7 +167,7 @@ def _list_files(paths: Sequence[Path]) -> None:
 def _figures(folder: str, step: int) -> dict[str, Any]:
     """Return the rows of the model card's table."""
     from nash_mhc.checkpoint.run_folder import EVALUATIONS, RunFolder
-    from nash_mhc.hub.load import format_of
+    from nash_mhc.loading.formats import format_of
 
     if format_of(folder) is not None:
         return {}
@@ -198,7 +199,7 @@ def _check(argv: Sequence[str]) -> int:
     from scipy.special import log_softmax
 
     from nash_mhc.data.tokenizer import with_begin
-    from nash_mhc.hub.load import tokenizer_of
+    from nash_mhc.loading.load import tokenizer_of
 
     tokenizer = tokenizer_of(args.one)
     tokens = np.array(with_begin(tokenizer, tokenizer.encode(_text(args))[: args.tokens - 1].tolist()), np.int32)
@@ -230,10 +231,11 @@ def _logits(folder: str, tokens: np.ndarray, trusted: bool) -> tuple[np.ndarray,
     import jax
     import numpy as np
 
-    from nash_mhc.hub.folder import is_hub_folder
-    from nash_mhc.hub.load import load
+    from nash_mhc.kits.hub.folder import FORMAT
+    from nash_mhc.loading.formats import format_of
+    from nash_mhc.loading.load import load
 
-    if is_hub_folder(folder):
+    if format_of(folder) is FORMAT:
         if importlib.util.find_spec("torch") is not None:
             return _logits_by_torch(folder, tokens, trusted), "transformers"
         log.info(f"{folder}: torch is not installed; running it with nash_mhc")
@@ -245,7 +247,7 @@ def _logits_by_torch(folder: str, tokens: np.ndarray, trusted: bool) -> np.ndarr
     import torch
     from transformers import AutoModelForCausalLM
 
-    from nash_mhc.hub.config_json import has_only_our_code
+    from nash_mhc.kits.hub.config_json import has_only_our_code
 
     values = json.loads((Path(folder) / "config.json").read_text())
     trusted = trusted or has_only_our_code(Path(folder), values)
@@ -274,7 +276,3 @@ def main() -> int:
     command, argv = chosen
     run = _COMMANDS[command] if command in _COMMANDS else load_reference(of_kits[command].main)
     return run(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(one_line_errors(main))

@@ -1,1 +1,0 @@
-"""Import and export of Hugging Face models and PEFT adapters."""
