@@ -107,6 +107,7 @@ def test_cached_decoding_is_the_full_pass(more):
     assert [each.mixer.k_LBKSH.shape[3] for each in cache.layers] == [8, T]  # rows that the windows see
 
 
+@pytest.mark.long
 def test_its_memory_is_planned_within_15_percent_of_the_compiler():
     cfg = dataclasses.replace(small.config(data__batch_size=64), model=gated(width=128, ffn=384, layers=12))
     cfg = small.mesh_config(cfg, 2, 2, 2)

@@ -141,6 +141,7 @@ def assert_the_same_is_found(one, other):
     np.testing.assert_allclose(a.lse, b.lse, atol=1e-5)
 
 
+@pytest.mark.long
 def test_cache_is_the_same_with_two_processes(teacher, cache, tmp_path):
     """The processes share only the folder."""
     with socket.socket() as free:
@@ -193,12 +194,16 @@ def test_training_reduces_the_divergence(unbroken, tmp_path):
     assert re.search(rf"few +40 +{scored[-1]['eval/loss']:.4f} +1.000 +{scored[-1]['eval/kl']:.4f}", shown)
 
 
-def test_a_student_resumes_bit_for_bit_and_trains_the_same_on_a_mesh(cache, unbroken, tmp_path):
+def test_a_student_resumes_bit_for_bit(cache, unbroken, tmp_path):
     copy = shutil.copytree(unbroken.folder, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "40")
     assert_equal_states(
         at(copy, student(cache, total_steps=40, checkpoint_interval=20, eval_interval=20)).state, unbroken.state
     )
+
+
+@pytest.mark.long  # the online teacher's student below trains on a mesh, too
+def test_a_student_trains_the_same_on_a_mesh(cache, unbroken, tmp_path):
     ends = []
     for name, mesh in (("one", MeshConfig()), ("mesh", MeshConfig(data=2, fsdp=2, tp=2))):
         copy = shutil.copytree(unbroken.folder, tmp_path / name)
@@ -227,6 +232,7 @@ def test_an_online_teacher_gives_the_logits_of_its_cache(teacher, cache, tmp_pat
         at(copy, other)
 
 
+@pytest.mark.long
 def test_a_student_equal_to_its_teacher_has_no_divergence(cache, tmp_path):
     """Cached and online, where the table has more columns than the tokenizer has tokens."""
     cfg = dataclasses.replace(STUDENT, model=dataclasses.replace(STUDENT.model, vocab_size=300))

@@ -146,6 +146,7 @@ def one_device(fitted):
     return trained_model(CONFIG, fitted(TRAINED))
 
 
+@pytest.mark.long
 def test_a_mesh_trains_quantized_weights_as_one_device_does(fitted, one_device):
     """With group scales, low-rank scales with magnitudes, and a trained table."""
     (state, losses), model = one_device, fitted(TRAINED)
