@@ -84,6 +84,7 @@ def gated(**changes: Any) -> ModelConfig:
     return dataclasses.replace(small.MODEL, **{"layers": 4, "pattern": "gated,full", "window": 8} | changes)
 
 
+@pytest.mark.long  # test_invariants compares eight devices with one for the built-in mixers
 def test_it_trains_on_eight_devices_as_on_one():
     cfg = dataclasses.replace(small.config(), model=gated())
     rows = [small.random_rows(cfg, seed) for seed in range(3)]

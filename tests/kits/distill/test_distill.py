@@ -338,16 +338,13 @@ pack: few
 """
 
 
-def test_a_chain_resumes_and_its_file_is_checked_first(teacher, tmp_path, monkeypatch):
+@pytest.mark.long  # trains, caches and packs in three processes
+def test_a_chain_resumes(teacher, tmp_path, monkeypatch):
     """The teacher and the cache are complete, as after a stop."""
     monkeypatch.setattr(chain, "_exit_code", lambda argv: CommandProcess(argv[1:], tmp_path).end().returncode)
     file, out = tmp_path / "chain.yaml", tmp_path / "out"
     file.write_text(CHAIN)
     links = read_chain(file, out)
-    assert [(link.name, link.module, link.is_run) for link in links] == [
-        ("teacher", "nash_mhc.train", True), ("cache", "nash_mhc.distill", False), ("few", "nash_mhc.train", True),
-        ("few-packed", "nash_mhc.hub", False),
-    ]  # fmt: skip
     shutil.copytree(teacher, out / "teacher")
     assert links[1].argv[0] == "cache" and cache_command(links[1].argv[1:]) == 0
     there = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
@@ -359,6 +356,15 @@ def test_a_chain_resumes_and_its_file_is_checked_first(teacher, tmp_path, monkey
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "chain.json"}
     assert chain_command([str(file), "--out", str(out)]) == 0  # all is there
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "chain.json"}
+
+
+def test_a_chain_file_is_checked_first(tmp_path):
+    file = tmp_path / "chain.yaml"
+    file.write_text(CHAIN)
+    assert [(link.name, link.module, link.is_run) for link in read_chain(file, tmp_path / "out")] == [
+        ("teacher", "nash_mhc.train", True), ("cache", "nash_mhc.distill", False), ("few", "nash_mhc.train", True),
+        ("few-packed", "nash_mhc.hub", False),
+    ]  # fmt: skip
     for before, after, message in (
         ("total_steps: 2}\npack", "totl_steps: 2}\npack", "stage 1: unknown key totl_steps; did you mean total_steps"),
         ("none,2/0", "9/4,2/0", "few: --quantize 9/4,2/0: must be"),
