@@ -25,7 +25,7 @@ NASH = dataclasses.replace(DENSE, scales=2, residual="mhc-layer", streams=2)
 
 @pytest.fixture(scope="module", params=[DENSE, NASH], ids=["dense", "nash"])
 def model(request) -> LM:
-    return LM.init(request.param, key=jax.random.key(0))
+    return jax.jit(lambda: LM.init(request.param, key=jax.random.key(0)))()
 
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(1, 64, (2, T)))
