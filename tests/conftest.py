@@ -81,9 +81,11 @@ _TOGETHER = {
 }
 # They begin first, then the files that take longest, so that at the end there are many short ones for whoever is free.
 _LONGEST = (
-    "notebooks quantized distill recursive lora first_hour trainable plan_memory reservoir resume tuning bench puzzle_runs "
-    "incremental verify_resume weights puzzle_objective spread rates loader multiscale generate objectives "
-    "prepare nash lm bench_data inside streamed_rows extending distill_loss quantize puzzles residual_streams report_browser"
+    "verify_resume notebooks bench first_hour incremental distill recursive quantized kits plan_memory lora reservoir "
+    "value_embedding gradients_agree puzzle_runs plan run resume tuning generate puzzle_objective preflight trainable "
+    "restore_check new_mixer objectives fuzz bad_input bench_parts residual_streams loader weights start multiscale inside "
+    "distill_loss mesh puzzles streamed_rows hub_round_trip object_store spread attend_triton rates prepare nash lm "
+    "extending quantize report_browser pairs"
 )
 _FIRST = [name for names in _TOGETHER.values() for name in names] + _LONGEST.split()
 _GROUP = {f"test_{name}": group for group, names in _TOGETHER.items() for name in names}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_process import CommandProcess
 from outside_kit import outside_kit
 
 from nash_mhc.config import kits, parsing
@@ -161,7 +162,8 @@ def test_a_kit_outside_of_the_package_brings_all_that_it_names(kit, tmp_path):
     """Proof (e) of the structure: files are added, and nothing of the package changes."""
     flags = ["--kit", str(kit), "--model-kind", "unigram", "--model-size", "less-tiny", "--objective", "cold"]
     flags += ["--coldness-factor", "2", "--optimizer", "sign", "--checkpoint-dir", str(tmp_path / "run")]
-    done = python("-m", "nash_mhc.train", *flags, cwd=ROOT)
+    train = lambda *flags: CommandProcess(["-m", "nash_mhc.train", *flags], tmp_path, **{kits.OUTSIDE: None}).end()
+    done = train(*flags)
     assert done.returncode == 0, done.stderr
     info = json.loads((tmp_path / "run" / "run.json").read_text())
     assert info["config"]["kit"] == str(kit)
@@ -170,13 +172,13 @@ def test_a_kit_outside_of_the_package_brings_all_that_it_names(kit, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
     assert rows[-1]["eval/factor"] == 2.0
     # Other processes know it by the run alone: they resume, write and report.
-    resumed = python("-m", "nash_mhc.train", str(tmp_path / "run"), "--total-steps", "6", cwd=ROOT)
+    resumed = train(str(tmp_path / "run"), "--total-steps", "6")
     assert resumed.returncode == 0 and "step 6" in resumed.stdout.replace("  ", " "), resumed.stdout + resumed.stderr
     assert isinstance(load(str(tmp_path / "run"), None).model.cfg, ArchitectureConfig)  # what `generate` opens
     write_page([open_run(str(tmp_path / "run"))], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     moved = kit.rename(kit.with_name("moved"))
-    refused = python("-m", "nash_mhc.train", str(tmp_path / "run"), cwd=ROOT, **{kits.OUTSIDE: ""})
+    refused = train(str(tmp_path / "run"))
     assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and f"--kit {kit}" in refused.stderr
     moved.rename(kit)
     assert '"held-out factor": "2.0"' in page.replace('":"', '": "') and '["factor","factor",false]' in page.replace(", ", ",")
@@ -261,21 +263,41 @@ def test_what_a_deleted_kit_had_is_refused_in_one_line(gone, left, tmp_path):
     assert len(done.stdout.splitlines()) == 1 and "must be one of nash-mhc" in done.stdout
 
 
-# Run a module as an earlier version would: run.json and the checkpoints have the sections of all kits.
+# Train as an earlier version would: run.json and the checkpoints have the sections of all kits.
 AS_BEFORE = """
 import runpy, sys
 from nash_mhc.config.schema import RunConfig
 
 RunConfig.recorded = RunConfig.to_dict
-runpy.run_module(sys.argv.pop(1), run_name="__main__")
+sys.modules.pop("nash_mhc.train.__main__", None)
+runpy.run_module("nash_mhc.train", run_name="__main__")
+"""
+
+# Run several commands in one interpreter, whose imports take seconds; print [exit code, stdout, stderr] of each.
+COMMANDS = """
+import contextlib, io, json, os, runpy, sys
+
+os._exit = sys.exit  # a failing command would end the whole process
+ended = []
+for module, *flags in json.loads(sys.argv[1]):
+    sys.argv, code = [module, *flags], 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            runpy.run_module(f"nash_mhc.{module}", run_name="__main__", alter_sys=True)
+        except SystemExit as stopped:
+            code = stopped.code or 0
+    ended.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(ended))
 """
 
 
 @pytest.fixture(scope="module")
 def older_run(tmp_path_factory):
     """A run that used no kit, recorded by an earlier version."""
-    run = tmp_path_factory.mktemp("older") / "run"
-    done = python("-c", AS_BEFORE, "nash_mhc.train", *SMALL, "--checkpoint-dir", str(run), cwd=ROOT)
+    folder = tmp_path_factory.mktemp("older")
+    run, script = folder / "run", folder / "as_before.py"
+    script.write_text(AS_BEFORE)
+    done = CommandProcess([str(script), *SMALL, "--checkpoint-dir", str(run)], folder).end()
     assert done.returncode == 0, done.stderr
     assert {"distill", "quantize"} <= json.loads((run / "run.json").read_text())["config"].keys()
     return run
@@ -283,38 +305,49 @@ def older_run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def without_kits(tmp_path_factory):
-    """Return a function that starts Python with a package whose kits were deleted, all but reservoir."""
+    """Return a function that runs commands with a package whose kits were deleted, all but reservoir."""
     root = tmp_path_factory.mktemp("package")
     gone = shutil.ignore_patterns("__pycache__", "distill", "hub", "quantize", "recursive")
     shutil.copytree(ROOT / "nash_mhc", root / "nash_mhc", ignore=gone)
-    return lambda *words: python(*words, cwd=root, PYTHONPATH=str(root))
+
+    def run(*commands):
+        done = python("-c", COMMANDS, json.dumps(commands), cwd=root, PYTHONPATH=str(root))
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
 
 
 def test_a_run_that_used_no_kit_continues_without_the_kits(older_run, without_kits, tmp_path):
     run = str(shutil.copytree(older_run, tmp_path / "run"))
-    resumed = without_kits("-m", "nash_mhc.train", run, "--total-steps", "4")
-    assert resumed.returncode == 0 and "step 4" in resumed.stdout.replace("  ", " "), resumed.stdout + resumed.stderr
-    for module, *flags in (("generate", "--max-tokens", "2"), ("report", "--out", str(tmp_path / "page.html"))):
-        done = without_kits("-m", f"nash_mhc.{module}", run, *flags)
-        assert done.returncode == 0, done.stderr
-    asked = without_kits("-m", "nash_mhc.train", "--config", str(older_run / "run.json"), "--print-config")
-    assert asked.returncode == 0 and "width: 32" in asked.stdout, asked.stderr
+    resumed, *others, asked = without_kits(
+        ("train", run, "--total-steps", "4"),
+        ("generate", run, "--max-tokens", "2"),
+        ("report", run, "--out", str(tmp_path / "page.html")),
+        ("train", "--config", str(older_run / "run.json"), "--print-config"),
+    )
+    assert resumed[0] == 0 and "step 4" in resumed[1].replace("  ", " "), resumed
+    assert [code for code, _, _ in others] == [0, 0], others
+    assert asked[0] == 0 and "width: 32" in asked[1], asked
     assert not {"distill", "quantize"} & json.loads((tmp_path / "run" / "run.json").read_text())["config"].keys()
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [("quantize", "weights", "q2a4"), ("distill", "temperature", 2.0), ("", "model_kind", "recursive")],
-)
-def test_a_run_that_used_a_deleted_kit_is_refused_in_one_line(section, key, value, older_run, without_kits, tmp_path):
-    info = json.loads((older_run / "run.json").read_text())
-    for values in (info["config"], info["settings"]):
-        (values[section] if section else values)[key] = value
-    (tmp_path / "run.json").write_text(json.dumps(info))
-    for module in ("train", "generate"):
-        done = without_kits("-m", f"nash_mhc.{module}", str(tmp_path))
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert str(tmp_path) in done.stderr and (section or value) in done.stderr and "kit" in done.stderr
+USED = [("quantize", "weights", "q2a4"), ("distill", "temperature", 2.0), ("", "model_kind", "recursive")]
+
+
+def test_runs_that_used_a_deleted_kit_are_refused_in_one_line(older_run, without_kits, tmp_path):
+    commands = []
+    for number, (section, key, value) in enumerate(USED):
+        info = json.loads((older_run / "run.json").read_text())
+        for values in (info["config"], info["settings"]):
+            (values[section] if section else values)[key] = value
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "run.json").write_text(json.dumps(info))
+        commands += [(module, str(tmp_path / str(number))) for module in ("train", "generate")]
+    for (_, folder), (code, _, err) in zip(commands, without_kits(*commands), strict=True):
+        section, _, value = USED[int(Path(folder).name)]
+        assert code == 2 and len(err.splitlines()) == 1, err
+        assert folder in err and (section or value) in err and "kit" in err
 
 
 def test_without_its_kit_a_hugging_face_model_is_refused_in_one_line(without_kits, tmp_path):

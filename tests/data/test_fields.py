@@ -1,7 +1,5 @@
 """Field templates: tokens, and which of them are scored."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from command_process import CommandProcess
 from corpora import BYTES, prepared
 from records import expected, learned, write
 
@@ -163,13 +162,7 @@ def test_other_record_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     file = write(tmp_path / "qa.jsonl", [{"q": "x"}])
     argv = ["prepare", "--dataset", str(file), "--format", "fields", "--prompt-template", "{q}", "--response-template", "{a}"]
     argv += ["--out", str(tmp_path / "out")]
-    done = subprocess.run(
-        [sys.executable, "-m", "nash_mhc.data", *argv],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
+    done = CommandProcess(["-m", "nash_mhc.data", *argv], tmp_path).end()
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {file}:1: no field 'a' (fields: q); ")
     assert done.stderr.count("\n") == 1

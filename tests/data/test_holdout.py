@@ -2,19 +2,17 @@
 
 import gzip
 import json
-import os
 import random
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from command_process import CommandProcess
 from corpora import BYTES, prepared, stories, texts, write_jsonl
 
 from nash_mhc.config.schema import ConfigError, DataConfig
@@ -251,8 +249,7 @@ def test_a_folder_of_an_earlier_version_is_refused_with_the_prepare_command(tmp_
     with pytest.raises(ConfigError, match=r"out: was prepared by an earlier version \(form 2, .*prepare it again: ") as refused:
         open_source(DataConfig(dataset=str(tmp_path / "out"), seq_len=512), BYTES, split="train", seed=0)
     argv = shlex.split(str(refused.value).partition("prepare it again: ")[2])
-    argv[0] = sys.executable
-    done = subprocess.run(argv, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    done = CommandProcess(argv[1:], tmp_path).end()
     assert done.returncode == 0, done.stderr
     assert Manifest.read(tmp_path / "out").identity == wanted.identity
     assert sorted(p.name for p in tmp_path.iterdir()) == ["my notes.jsonl", "out"]

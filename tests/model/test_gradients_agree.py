@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import small
+from sampled import long
 
 from nash_mhc.config.schema import MeshConfig
 from nash_mhc.parallel.mesh import make_mesh
@@ -77,7 +78,7 @@ def assert_agree(seed, seed_of_model):
     assert max(far.values()) <= 1e-4, f"{max(far, key=far.__getitem__)} {max(far.values()):.1e} in {case}"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, *long(2, 3, 4)])
 def test_gradients_agree(seed):
     assert_agree(seed, 1 + seed % 2)  # two models, since each is a program more: one with scales, one with all maps
 

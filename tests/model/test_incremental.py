@@ -69,8 +69,10 @@ def length(cfg: ModelConfig) -> int:
     return max(3 * cfg.coarsest_stride, 20) + 1
 
 
-# A dense model is read with a cache in test_weights, too.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * name.startswith("dense")) for name in CONFIGS])
+# A dense model is read with a cache in test_weights, too; the grouped one below, in bfloat16.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * name.startswith(("dense", "grouped"))) for name in CONFIGS]
+)
 def test_step_by_step_is_the_whole_forward_pass_at_every_position(name: str) -> None:
     cfg = config(name)
     T = length(cfg)

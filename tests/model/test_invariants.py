@@ -185,7 +185,7 @@ def trained(shape, dtype="float32"):
     return small.train(cfg, [small.random_rows(cfg, seed) for seed in range(2)])
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2, 2), pytest.param((1, 1, 8), marks=pytest.mark.long)], ids=str)
 def test_one_mesh_equals_another(shape):
     small.assert_same_run(trained(shape), trained((1, 1, 1)))
 

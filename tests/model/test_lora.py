@@ -145,15 +145,18 @@ def test_the_base_stays_bit_for_bit_and_only_adapters_are_saved(base, unbroken):
     assert scored[-1] < scored[0]
 
 
-def test_a_stopped_run_goes_on_bit_for_bit_and_on_a_mesh_as_on_one_device(base, unbroken, tmp_path):
-    """One device against eight of several scales and streams is a test of test_invariants: adapters are of a layer's
-    matrices, whatever is done with the products."""
+def test_a_stopped_run_resumes_bit_for_bit(base, unbroken, tmp_path):
     copy = tmp_path / "run"
     shutil.copytree(unbroken.folder, copy)
     shutil.rmtree(copy / "checkpoints" / "50")
     gone_on = at(copy, tuned(base, total_steps=50, checkpoint_interval=25, eval_interval=25))
     assert_equal_states(gone_on.state, unbroken.state)
     assert rows(copy, "eval.jsonl") == rows(unbroken.folder, "eval.jsonl")
+
+
+@pytest.mark.long  # test_invariants compares eight devices with one; adapters only change a layer's matrices
+def test_adapters_train_on_a_mesh_as_on_one_device(base, unbroken, tmp_path):
+    copy = shutil.copytree(unbroken.folder, tmp_path / "run")
     (copy / "run.json").unlink()  # every checkpoint knows its base, too
     shutil.rmtree(copy / "checkpoints" / "50")
     cfg, ends = tuned(base, total_steps=28, checkpoint_interval=0, log_interval=1), []

@@ -84,6 +84,7 @@ def gated(**changes: Any) -> ModelConfig:
     return dataclasses.replace(small.MODEL, **{"layers": 4, "pattern": "gated,full", "window": 8} | changes)
 
 
+@pytest.mark.long  # test_invariants compares eight devices with one for the built-in mixers
 def test_it_trains_on_eight_devices_as_on_one():
     cfg = dataclasses.replace(small.config(), model=gated())
     rows = [small.random_rows(cfg, seed) for seed in range(3)]
@@ -107,6 +108,7 @@ def test_cached_decoding_is_the_full_pass(more):
     assert [each.mixer.k_LBKSH.shape[3] for each in cache.layers] == [8, T]  # rows that the windows see
 
 
+@pytest.mark.long
 def test_its_memory_is_planned_within_15_percent_of_the_compiler():
     cfg = dataclasses.replace(small.config(data__batch_size=64), model=gated(width=128, ffn=384, layers=12))
     cfg = small.mesh_config(cfg, 2, 2, 2)

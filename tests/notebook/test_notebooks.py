@@ -98,8 +98,7 @@ def lines_of(path):
 
 class Executed(NamedTuple):
     unbroken: Path  # a run
-    inside: nbformat.NotebookNode  # the notebook that looks inside it
-    train: nbformat.NotebookNode  # the one that trains, executed where such a run had been stopped ...
+    train: nbformat.NotebookNode  # the notebook that trains, executed where such a run had been stopped ...
     folder: Path  # ... here
 
 
@@ -110,10 +109,9 @@ def executed(tmp_path_factory):
     flags = ["--model-size", "tiny", "--total-steps", str(STEPS), *shlex.split(FLAGS)]
     trained = CommandProcess(["-m", "nash_mhc.train", str(unbroken), *flags], folder).end()
     assert trained.returncode == 0, trained.stderr
-    inside = execute(read(INSIDE), folder, NASH_MHC_TEXT="Once Mira lived.", NASH_MHC_RUN=str(unbroken))
     shutil.copytree(unbroken, run)
     shutil.rmtree(run / "checkpoints" / str(STEPS))
-    return Executed(unbroken, inside, execute(read(TRAIN), folder, NASH_MHC_RUN_FOLDER=str(run), **steps), run)
+    return Executed(unbroken, execute(read(TRAIN), folder, NASH_MHC_RUN_FOLDER=str(run), **steps), run)
 
 
 def test_the_training_notebook_resumes_with_the_same_losses(executed):
@@ -173,10 +171,12 @@ def test_the_printed_commands_run(executed, tmp_path):
         assert code == 0, out
 
 
-def test_look_inside_shows_all_figures(executed):
+@pytest.mark.long
+def test_look_inside_shows_all_figures(executed, tmp_path):
+    inside = execute(read(INSIDE), tmp_path, NASH_MHC_TEXT="Once Mira lived.", NASH_MHC_RUN=str(executed.unbroken))
     told = f"step {STEPS} of {executed.unbroken}: 2 layers, 2 scales, 2 heads; the text has 17 tokens\n"
-    assert shown(executed.inside, "stream") == [told]
-    assert len(shown(executed.inside, "image/png")) == 6
+    assert shown(inside, "stream") == [told]
+    assert len(shown(inside, "image/png")) == 6
 
 
 @pytest.mark.long

@@ -33,7 +33,8 @@ from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
 
 ROOT = Path(__file__).parents[2]
-SMALL = [*DENSE[: DENSE.index("--seq-len")], "--batch-size", "8", "--eval-batches", "2", "--total-steps", "2"]
+FEW = DENSE[: DENSE.index("--seq-len")]
+SMALL = [*FEW, "--batch-size", "8", "--eval-batches", "2", "--total-steps", "2"]
 # Only the first run here writes samples, to compile fewer programs.
 WITHOUT_SAMPLE = ["--seq-len", "64", "--sample-tokens", "0"]
 
@@ -196,21 +197,34 @@ def test_the_package_itself_says_what_there_is_and_its_version(monkeypatch, caps
     assert "restore-test" in capsys.readouterr().out
 
 
-def test_the_console_script_is_every_command(tmp_path):
+@pytest.fixture
+def console_script(tmp_path):
     """Like an installed script: a file that calls the entry point, whose name the help shows."""
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["nash-mhc"]
     module, _, function = entry.partition(":")
     script = tmp_path / "nash-mhc"
     script.write_text(f"#!{sys.executable}\nimport sys\nfrom {module} import {function}\nsys.exit({function}())\n")
     script.chmod(0o755)
+
+
+def test_the_console_script_is_every_command(console_script, tmp_path):
     assert "usage: nash-mhc COMMAND" in typed("./nash-mhc --help", tmp_path)
+
+
+@pytest.mark.long
+def test_the_console_script_starts_worker_processes(console_script, tmp_path):
     # Worker processes start with the script as well, and signals stop a run.
     flags = shlex.join([*SMALL, *WITHOUT_SAMPLE, "--num-workers", "1", "--checkpoint-dir", "run"])
     assert "held-out loss at step 2:" in typed(f"./nash-mhc train {flags}", tmp_path)
 
 
 @pytest.mark.parametrize(
-    "command", ["nash_mhc", pytest.param("nash_mhc.train --help", marks=pytest.mark.long), "nash_mhc.train --print-config"]
+    "command",
+    [
+        "nash_mhc",
+        pytest.param("nash_mhc.train --help", marks=pytest.mark.long),
+        pytest.param("nash_mhc.train --print-config", marks=pytest.mark.long),
+    ],
 )
 def test_a_reader_that_has_seen_enough_is_no_error(command, tmp_path):
     out = typed(f"{shlex.quote(sys.executable)} -u -m {command} | head -c 10", tmp_path)  # fails on any warning
@@ -245,7 +259,7 @@ def test_too_little_memory_is_one_line_with_what_to_change(monkeypatch, capsys):
         raise jax.errors.JaxRuntimeError(said)
 
     monkeypatch.setattr(train, "run", run)
-    monkeypatch.setattr(sys, "argv", ["train", "--batch-size", "6", "--grad-accum", "2", "--remat", "dots"])
+    monkeypatch.setattr(sys, "argv", ["train", *FEW, "--batch-size", "6", "--grad-accum", "2", "--remat", "dots"])
     assert one_line_errors(train.main) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1

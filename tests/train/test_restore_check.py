@@ -1,8 +1,6 @@
 """`python -m nash_mhc.checkpoint restore-test` restores a checkpoint and reports every defect."""
 
 import json
-import os
-import subprocess
 import sys
 
 import equinox as eqx
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from command_process import CommandProcess
 from saves import data_file, flip
 
 from nash_mhc.checkpoint import manifest
@@ -41,9 +40,7 @@ def tried(folder, monkeypatch, capsys, step=4):
 
 def test_a_laptop_with_one_device_restores_what_eight_wrote(state, tmp_path):
     saved(tmp_path, state)
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_"))}
-    argv = [sys.executable, "-m", "nash_mhc.checkpoint", "restore-test", str(tmp_path)]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
+    done = CommandProcess(["-m", "nash_mhc.checkpoint", "restore-test", str(tmp_path)], tmp_path).end()
     assert (done.returncode, done.stderr) == (0, "")
     norm = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in map(np.asarray, jax.tree.leaves(state.model))))
     count = sum(leaf.size for leaf in jax.tree.leaves(state.model))

@@ -141,6 +141,7 @@ def assert_the_same_is_found(one, other):
     np.testing.assert_allclose(a.lse, b.lse, atol=1e-5)
 
 
+@pytest.mark.long
 def test_cache_is_the_same_with_two_processes(teacher, cache, tmp_path):
     """The processes share only the folder."""
     with socket.socket() as free:
@@ -193,12 +194,16 @@ def test_training_reduces_the_divergence(unbroken, tmp_path):
     assert re.search(rf"few +40 +{scored[-1]['eval/loss']:.4f} +1.000 +{scored[-1]['eval/kl']:.4f}", shown)
 
 
-def test_a_student_resumes_bit_for_bit_and_trains_the_same_on_a_mesh(cache, unbroken, tmp_path):
+def test_a_student_resumes_bit_for_bit(cache, unbroken, tmp_path):
     copy = shutil.copytree(unbroken.folder, tmp_path / "run")
     shutil.rmtree(copy / "checkpoints" / "40")
     assert_equal_states(
         at(copy, student(cache, total_steps=40, checkpoint_interval=20, eval_interval=20)).state, unbroken.state
     )
+
+
+@pytest.mark.long  # the online teacher's student below trains on a mesh, too
+def test_a_student_trains_the_same_on_a_mesh(cache, unbroken, tmp_path):
     ends = []
     for name, mesh in (("one", MeshConfig()), ("mesh", MeshConfig(data=2, fsdp=2, tp=2))):
         copy = shutil.copytree(unbroken.folder, tmp_path / name)
@@ -227,6 +232,7 @@ def test_an_online_teacher_gives_the_logits_of_its_cache(teacher, cache, tmp_pat
         at(copy, other)
 
 
+@pytest.mark.long
 def test_a_student_equal_to_its_teacher_has_no_divergence(cache, tmp_path):
     """Cached and online, where the table has more columns than the tokenizer has tokens."""
     cfg = dataclasses.replace(STUDENT, model=dataclasses.replace(STUDENT.model, vocab_size=300))
@@ -332,16 +338,13 @@ pack: few
 """
 
 
-def test_a_chain_resumes_and_its_file_is_checked_first(teacher, tmp_path, monkeypatch):
+@pytest.mark.long  # trains, caches and packs in three processes
+def test_a_chain_resumes(teacher, tmp_path, monkeypatch):
     """The teacher and the cache are complete, as after a stop."""
     monkeypatch.setattr(chain, "_exit_code", lambda argv: CommandProcess(argv[1:], tmp_path).end().returncode)
     file, out = tmp_path / "chain.yaml", tmp_path / "out"
     file.write_text(CHAIN)
     links = read_chain(file, out)
-    assert [(link.name, link.module, link.is_run) for link in links] == [
-        ("teacher", "nash_mhc.train", True), ("cache", "nash_mhc.distill", False), ("few", "nash_mhc.train", True),
-        ("few-packed", "nash_mhc.hub", False),
-    ]  # fmt: skip
     shutil.copytree(teacher, out / "teacher")
     assert links[1].argv[0] == "cache" and cache_command(links[1].argv[1:]) == 0
     there = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
@@ -353,6 +356,15 @@ def test_a_chain_resumes_and_its_file_is_checked_first(teacher, tmp_path, monkey
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "chain.json"}
     assert chain_command([str(file), "--out", str(out)]) == 0  # all is there
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "chain.json"}
+
+
+def test_a_chain_file_is_checked_first(tmp_path):
+    file = tmp_path / "chain.yaml"
+    file.write_text(CHAIN)
+    assert [(link.name, link.module, link.is_run) for link in read_chain(file, tmp_path / "out")] == [
+        ("teacher", "nash_mhc.train", True), ("cache", "nash_mhc.distill", False), ("few", "nash_mhc.train", True),
+        ("few-packed", "nash_mhc.hub", False),
+    ]  # fmt: skip
     for before, after, message in (
         ("total_steps: 2}\npack", "totl_steps: 2}\npack", "stage 1: unknown key totl_steps; did you mean total_steps"),
         ("none,2/0", "9/4,2/0", "few: --quantize 9/4,2/0: must be"),

@@ -55,6 +55,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "one scale, window": {"scales": 1, "window": 5, "streams": 3, "rope_theta": 100.0, "residual": "mhc-layer"},
     "dense": {"scales": 1, "window": None, "conv_taps": 0, "residual": "plain", "norm_eps": 1e-3},
 }  # fmt: skip
+# The others are seconds of the compiler each; test_hub_import has biases and grouped heads, too.
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.long] * name.startswith(("grouped", "ratio 3", "one scale"))) for name in CONFIGS
+]
 T = 45  # several of the coarsest blocks and of the windows, and no multiple of a stride
 
 
@@ -112,13 +116,13 @@ def close(a: Any, b: Any) -> None:
     np.testing.assert_allclose(a.detach().numpy() if torch.is_tensor(a) else a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_torch_logits_equal_jax(name: str) -> None:
     with torch.no_grad():
         close(torch_model(name)(torch.tensor(tokens(name))).logits, expected(name))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_padding_does_not_change_logits(name: str) -> None:
     lengths, lefts = (T, 30, 17), (0, T - 30, 7)
     ids, mask = padded(name, lengths, lefts)
@@ -128,7 +132,7 @@ def test_padding_does_not_change_logits(name: str) -> None:
         close(logits[row, left : left + length], expected(name)[row, :length])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_cache_accepts_any_number_of_tokens(name: str) -> None:
     lengths, lefts = (T, 38, 31), (0, T - 38, 3)
     ids, mask = padded(name, lengths, lefts)

@@ -54,7 +54,7 @@ def fitted(plain):
     return functools.cache(lambda form: jax.jit(lambda model: quantized(model, FORMS[form]))(plain))
 
 
-@pytest.fixture(params=FORMS)
+@pytest.fixture(params=[TRAINED, *long(*(form for form in FORMS if form != TRAINED))])
 def few(request, fitted):
     return fitted(request.param)
 
@@ -148,6 +148,7 @@ def one_device(fitted):
     return trained_model(CONFIG, fitted(TRAINED))
 
 
+@pytest.mark.long
 def test_a_mesh_trains_quantized_weights_as_one_device_does(fitted, one_device):
     """With group scales, low-rank scales with magnitudes, and a trained table."""
     (state, losses), model = one_device, fitted(TRAINED)
@@ -274,7 +275,7 @@ def test_a_damaged_packed_folder_is_one_line(fitted, tmp_path):
         load(tmp_path / "packed")
 
 
-@pytest.mark.parametrize("few", ["uniform"], indirect=True)  # the plain arrays of all forms are alike
+@pytest.mark.parametrize("few", [TRAINED], indirect=True)  # the plain arrays of all forms are alike
 def test_adapters_of_all_layers_get_gradients_through_a_quantized_base(few):
     """Also those of layer 0, although the base is frozen."""
     model = jax.jit(lambda few: adapted(materialized(few), LoraConfig(rank=2), jax.random.key(1)))(few)

@@ -79,6 +79,7 @@ def test_a_resumed_run_continues_with_its_carry(solving, tmp_path):
         at(copy, dataclasses.replace(cfg, data=smaller, train=dataclasses.replace(cfg.train, grad_accum=2)))
 
 
+@pytest.mark.long
 def test_a_mesh_resumes_with_the_carry(solving, tmp_path):
     cfg, run = solving
     copy = shutil.copytree(run.folder, tmp_path / "run")

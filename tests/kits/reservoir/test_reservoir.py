@@ -238,10 +238,14 @@ def learned(tmp_path_factory):
     return cfg, at(tmp_path_factory.mktemp("reservoir") / "run", cfg)
 
 
-def test_a_run_learns_and_a_mesh_learns_the_same(learned, tmp_path):
-    cfg, unbroken = learned
-    halfway, end = (row["eval/loss"] for row in rows(unbroken.folder, "eval.jsonl"))
+def test_a_run_learns(learned):
+    halfway, end = (row["eval/loss"] for row in rows(learned[1].folder, "eval.jsonl"))
     assert end < halfway < 4.0 and end < 3.2
+
+
+@pytest.mark.long  # the ridge regression below runs on a mesh, too
+def test_a_mesh_learns_the_same(learned, tmp_path):
+    cfg, unbroken = learned
     ways = {"mesh": MeshConfig(data=2, fsdp=2, tp=2), "alone": MeshConfig()}
     states = []
     for name, mesh in ways.items():  # both from the same step on
