@@ -96,9 +96,7 @@ class _Recorder:
         return out
 
 
-def _run_parts(
-    model: ModelConfig, train: TrainConfig, z_loss: float, smoothing: float, sides: tuple[Any, Any], batch: Batch
-) -> _Recorder:
+def _run_parts(model: ModelConfig, train: TrainConfig, z_loss: float, sides: tuple[Any, Any], batch: Batch) -> _Recorder:
     """Run the parts of a step for one layer of each kind. `sides`: the trained and the frozen part of the model."""
     recorder = _Recorder(train.dtype, math.prod(batch.inputs.shape))
     groups, accum = model.layers // len(model.group), train.grad_accum
@@ -151,7 +149,7 @@ def _run_parts(
         recorder.run(f"ffn-{name}", accum * groups * count, feed_forward, module, normed_BTD)
 
     loss = lambda lm, x_BTD, labels: sharded_xent(
-        x_BTD, lm.unembed_VD, labels[0], labels[1], model.vocab_size, z_loss, smoothing
+        x_BTD, lm.unembed_VD, labels[0], labels[1], model.vocab_size, z_loss
     )  # fmt: skip
     recorder.run(
         "loss", accum, loss, whole("embed_VD" if model.tied_embeddings else "output_VD"), normed_BTD,
@@ -252,8 +250,8 @@ def check(model: ArchitectureConfig, objective: str, devices: int) -> None:
     """Raise ConfigError for a model, objective or mesh that is not supported."""
     if not isinstance(model, ModelConfig):
         raise ConfigError(f"bench parts supports {ModelConfig.architecture}, not {model.architecture}; use bench step")
-    if objective not in ("next_token", "smoothed"):
-        raise ConfigError(f"bench parts supports --objective next_token and smoothed, not {objective}")
+    if objective != "next_token":
+        raise ConfigError(f"bench parts supports --objective next_token, not {objective}")
     if devices > 1:
         raise ConfigError(f"bench parts runs on one device, but the mesh has {devices}; leave out the --mesh flags")
 
@@ -283,9 +281,8 @@ def parts_and_arrays(cfg: RunConfig, call: Callable[[Callable[..., Any]], Any]) 
         assert isinstance(cfg.model, ModelConfig)
         training, h = Training.of(cfg), jax.tree.map(jnp.asarray, Hyperparameters.of(cfg.optim, cfg.train))
         sides = training.split(model)
-        smoothing = cfg.objective.label_smoothing if cfg.objective.name == "smoothed" else 0.0
         microbatch = jax.tree.map(lambda a: a[0], batch)
-        recorder = _run_parts(cfg.model, cfg.train, cfg.optim.z_loss, smoothing, sides, microbatch)
+        recorder = _run_parts(cfg.model, cfg.train, cfg.optim.z_loss, sides, microbatch)
         _run_updates(training, h, bool(cfg.optim.ema_decay), cfg.model, recorder, sides[0])
         parts.update(recorder.parts)
         return recorder.arrays

@@ -25,7 +25,10 @@ class ConfigError(ValueError):
 
 
 # Removed keys -> what to do instead. Runs that recorded them still load.
-REMOVED = {"model.sinkhorn_iterations": "the mixing of streams converges without it; leave it out"}
+REMOVED = {
+    "model.sinkhorn_iterations": "the mixing of streams converges without it; leave it out",
+    "objective.label_smoothing": "leave it out for --objective next_token, or register an objective with smoothing",
+}
 
 
 def key(

@@ -217,7 +217,7 @@ class TrainConfig(Section):
         further="precision",
     )
     attention: str = key(
-        "auto", "attention kernel; auto: the fastest on this platform", choices=("auto", "xla", "cudnn", "pallas", "splash")
+        "auto", "attention kernel; auto: the fastest on this platform", choices=("auto", "xla", "cudnn", "splash")
     )
     deterministic: bool = key(
         True, "bitwise reproducible results; on a GPU, takes more memory and is slower for long sequences"
@@ -308,11 +308,10 @@ class ObjectiveConfig(Section):
 
     name: str = key(
         "next_token",
-        "objective to minimize: next_token, smoothed (label smoothing), or a registered one",
+        "objective to minimize: next_token, or a registered one",
         flag="objective",
         seam="objectives",
     )
-    label_smoothing: float = key(0.1, "label smoothing of --objective smoothed", above=0, high=0.99)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from nash_mhc.data.tokenizer import prefix_of
 from nash_mhc.evaluate.scoring import Request, Score, Scorer, track, windows
 from nash_mhc.loading.load import Loaded
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.model.sampling import MANY, generate_tokens
+from nash_mhc.model.sampling import MANY, Sampling, generate_tokens
 from nash_mhc.train.samples import on_one_device
 
 log = logging.getLogger(__name__)
@@ -116,10 +116,11 @@ class HarnessModel(TemplateLM):
             log.info("compiling ...")
             mesh = jax.tree.leaves(self.loaded.model)[0].sharding.mesh
             self._local = on_one_device(self.loaded.model, mesh, self.loaded.dtype)
+        temperature = float(options["temperature"]) if options["do_sample"] else 0.0
+        how = Sampling(temperature, int(options.get("top_k") or 0), float(options.get("top_p") or 1.0))
         for token in generate_tokens(
-            self._local, tokens, seq_len=min(capacity, max(longest, 2)), end=self.loaded.tokenizer.end, max_tokens=count,
-            temperature=float(options["temperature"]) if options["do_sample"] else 0.0, top_k=int(options.get("top_k") or 0),
-            top_p=float(options.get("top_p") or 1.0), dtype=self.loaded.dtype, at_once=MANY,
+            self._local, tokens, how, seq_len=min(capacity, max(longest, 2)), end=self.loaded.tokenizer.end, max_tokens=count,
+            dtype=self.loaded.dtype, at_once=MANY,
         ):  # fmt: skip
             if token in self.loaded.stops:
                 break

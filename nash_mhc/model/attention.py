@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -98,33 +98,7 @@ def constrain_per_head(inputs: AttentionInput) -> AttentionInput:
     )  # fmt: skip
 
 
-@runtime_checkable
-class Shape(Protocol):
-    """The configuration fields that attention reads; configurations of kits have them, too."""
-
-    @property
-    def width(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def qkv_bias(self) -> bool: ...
-    @property
-    def qk_norm(self) -> bool: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def rope_theta(self) -> float: ...
-    @property
-    def rope_scaling(self) -> str | None: ...
-
-
-def rotation_of(cfg: Shape) -> Rotation:
+def rotation_of(cfg: Any) -> Rotation:
     if cfg.rope_scaling is None:
         return Rotation(cfg.rope_theta)
     scaling = RopeScaling.parse(cfg.rope_scaling)
@@ -132,6 +106,8 @@ def rotation_of(cfg: Shape) -> Rotation:
 
 
 class Attention(eqx.Module):
+    """`cfg` is a ModelConfig, or the configuration of a kit's model with the same fields."""
+
     q_DNH: Float[Array, "D N H"] = param("embed", "heads", "head_dim")
     k_DKH: Float[Array, "D K H"] = param("embed", "kv_heads", "head_dim")
     v_DKH: Float[Array, "D K H"] = param("embed", "kv_heads", "head_dim")
@@ -144,7 +120,7 @@ class Attention(eqx.Module):
     rotation: Rotation = eqx.field(static=True)
 
     @staticmethod
-    def init(cfg: Shape, *, key: PRNGKeyArray) -> Attention:
+    def init(cfg: Any, *, key: PRNGKeyArray) -> Attention:
         q, k, v, out = jax.random.split(key, 4)
         D, N, K, H = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim
         bias = (lambda heads: jnp.zeros((heads, H), jnp.float32)) if cfg.qkv_bias else (lambda heads: None)
@@ -229,7 +205,7 @@ class Attention(eqx.Module):
         return mixed_BTNH
 
     @staticmethod
-    def init_cache(cfg: Shape, window: int | None, layers: int, batch: int, seq_len: int, dtype: Any) -> KeyValues:
+    def init_cache(cfg: Any, window: int | None, layers: int, batch: int, seq_len: int, dtype: Any) -> KeyValues:
         """Return an empty cache for a stack of layers, with one row per token of the window."""
         return KeyValues.empty(layers, batch, cfg.kv_heads, min(window or seq_len, seq_len), cfg.head_dim, dtype)
 
@@ -243,7 +219,7 @@ class Attention(eqx.Module):
         return self.output(cache.attend(q_B1NH, at.layer, at.position).out_BTNH), cache
 
     @staticmethod
-    def flops_per_token(cfg: Shape, window: int | None, seq_len: int) -> float:
+    def flops_per_token(cfg: Any, window: int | None, seq_len: int) -> float:
         """Return matmul FLOPs of one training token in one layer, counting only visible query-key pairs."""
         weights = cfg.width * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
         seen = min(window or seq_len, seq_len)

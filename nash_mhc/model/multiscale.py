@@ -28,7 +28,7 @@ from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, Attention
 from nash_mhc.model.captures import capture, game_report
 from nash_mhc.model.kv_cache import KeyValues, TokenAt, layer_of, write_row
 from nash_mhc.model.parts import TokenValues, init_small
-from nash_mhc.ops.attend import LSE_KERNELS, SHAPES_ONLY, attend_with_lse, supported_kernel
+from nash_mhc.ops.attend import KERNELS, SHAPES_ONLY, attend_with_lse, supported_kernel
 from nash_mhc.ops.attention_io import AttentionInput, AttentionOutput
 from nash_mhc.ops.nash import Rules, aggregate
 from nash_mhc.ops.pyramid import continues, pool
@@ -121,7 +121,7 @@ class Multiscale(eqx.Module):
         inputs = [constrain_per_head(x) for x in inputs]
         windows = tuple(window if x.stride == 1 else None for x in inputs)
         H, dtype = inputs[0].v_BIKH.shape[-1], str(inputs[0].v_BIKH.dtype)
-        wanted = kernel if kernel in (*LSE_KERNELS, SHAPES_ONLY) else "xla"
+        wanted = kernel if kernel in (*KERNELS, SHAPES_ONLY) else "xla"
         kernels = tuple(
             supported_kernel(wanted, dtype, x.k_BIKH.shape[1], H, window) for x, window in zip(inputs, windows, strict=True)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -113,28 +113,18 @@ def logits_of(x: Float[Array, "... D"], unembed_VD: Float[Array, "_ D"], vocab_s
     return jnp.einsum("...d,vd->...v", x, unembed_VD[:vocab_size].astype(x.dtype), preferred_element_type=jnp.float32)
 
 
-@runtime_checkable
-class Sizes(Protocol):
-    """The configuration fields that a feed-forward layer reads."""
-
-    @property
-    def width(self) -> int: ...
-    @property
-    def ffn(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-
-
 UP, DOWN = "ffn_up", "ffn_down"  # checkpoint names: gate and up before their product; the output
 
 
 class SwiGLU(eqx.Module):
+    """`cfg` is any configuration with width, ffn and layers."""
+
     gate_DF: Float[Array, "D F"] = param("embed", "ffn")
     up_DF: Float[Array, "D F"] = param("embed", "ffn")
     down_FD: Float[Array, "F D"] = param("ffn", "embed")
 
     @staticmethod
-    def init(cfg: Sizes, *, key: PRNGKeyArray) -> SwiGLU:
+    def init(cfg: Any, *, key: PRNGKeyArray) -> SwiGLU:
         gate, up, down = jax.random.split(key, 3)
         D, F = cfg.width, cfg.ffn
         # Small initial outputs, so that the sum of 2L of them keeps the scale of the stream.
@@ -151,7 +141,7 @@ class SwiGLU(eqx.Module):
         return checkpoint_name(constrain(out_BTD, "batch", "time_split", "width"), DOWN)
 
     @staticmethod
-    def flops_per_token(cfg: Sizes) -> float:
+    def flops_per_token(cfg: Any) -> float:
         """Return matmul FLOPs of one training token in one layer."""
         return 6.0 * 3 * cfg.width * cfg.ffn
 
@@ -163,7 +153,7 @@ class ReLU2(eqx.Module):
     down_FD: Float[Array, "F D"] = param("ffn", "embed")
 
     @staticmethod
-    def init(cfg: Sizes, *, key: PRNGKeyArray) -> ReLU2:
+    def init(cfg: Any, *, key: PRNGKeyArray) -> ReLU2:
         up, down = jax.random.split(key)
         D, F = cfg.width, cfg.ffn
         return ReLU2(init_matrix(up, (D, F), D), init_matrix(down, (F, D), F, (2 * cfg.layers) ** -0.5))
@@ -175,7 +165,7 @@ class ReLU2(eqx.Module):
         return checkpoint_name(constrain(out_BTD, "batch", "time_split", "width"), DOWN)
 
     @staticmethod
-    def flops_per_token(cfg: Sizes) -> float:
+    def flops_per_token(cfg: Any) -> float:
         """Return matmul FLOPs of one training token in one layer."""
         return 6.0 * 2 * cfg.width * cfg.ffn
 

@@ -102,7 +102,7 @@ class Architecture(NamedTuple):
     random_weights: Callable[[Any], RandomWeights | None] = lambda cfg: None  # None: no frozen random weights
     # (run, data source, mesh) -> a fresh model on the mesh, fitted to a few batches. None: random initial values.
     warm_start: Callable[[RunConfig, Any, Any], Any | None] = lambda run, source, mesh: None
-    # Weights of the auxiliary losses, by name. The objectives next_token and smoothed add them to their loss.
+    # Weights of the auxiliary losses, by name. The objective next_token adds them to its loss.
     auxiliary_weights: Callable[[RunConfig], Mapping[str, float]] = lambda run: {}
     # Memory capacity known before training, for run.json and the report (see `kits/reservoir/memory.py`).
     memory_capacity: Callable[[Any], dict[str, Any] | None] = lambda cfg: None

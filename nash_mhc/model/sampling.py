@@ -234,23 +234,8 @@ def _seen(texts: Sequence[Sequence[int]], vocab_size: int) -> Array:
 
 
 def generate_tokens(
-    model: LanguageModel,
-    prompt_tokens: Sequence[int] | np.ndarray,
-    *,
-    seq_len: int,
-    end: int,
-    max_tokens: int = 400,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    dtype: str = "float32",
-    at_once: int = 1,
+    model: LanguageModel, prompt_tokens: Sequence[int] | np.ndarray, how: Sampling = Sampling(), *, end: int, **options: Any
 ) -> Iterator[int]:
-    """Yield the tokens of one text; see `generate_rows`."""
-    how = Sampling(temperature, top_k, top_p)
-    for _, token in generate_rows(
-        model, [prompt_tokens], how, seq_len=seq_len, ends=(end,), max_tokens=max_tokens, seed=seed, dtype=dtype,
-        at_once=at_once,
-    ):  # fmt: skip
+    """Yield the tokens of one text; `options` are those of `generate_rows`."""
+    for _, token in generate_rows(model, [prompt_tokens], how, ends=(end,), **options):
         yield token

@@ -10,7 +10,7 @@ from nash_mhc.config.kits import Registry
 from nash_mhc.config.schema import ConfigError, RunConfig
 from nash_mhc.model.protocol import Execution
 from nash_mhc.objectives.base import Feed, Objective
-from nash_mhc.objectives.next_token import make_next_token, make_smoothed
+from nash_mhc.objectives.next_token import make_next_token
 
 # Makes an objective from the settings that shape programs (`ProgramKey` in train/state.py).
 Make = Callable[[RunConfig, Execution], Objective]
@@ -31,13 +31,7 @@ class ObjectiveKind(NamedTuple):
     feed: Feed | None = None  # adds fields to batches; None: they stay as they are
 
 
-OBJECTIVES: Registry[ObjectiveKind] = Registry(
-    "objectives",
-    {
-        "next_token": ObjectiveKind(make_next_token, examples=TEXT),
-        "smoothed": ObjectiveKind(make_smoothed, examples=TEXT),
-    },
-)
+OBJECTIVES: Registry[ObjectiveKind] = Registry("objectives", {"next_token": ObjectiveKind(make_next_token, examples=TEXT)})
 
 
 def register(

@@ -88,10 +88,9 @@ def sharded_xent(
     weights_BT: Float[Array, "B T"],
     vocab_size: int,
     z_weight: float,
-    smoothing: float = 0.0,
 ) -> XentSums:
     """Return the chunked cross-entropy on the mesh."""
-    compute = functools.partial(xent_and_grads, vocab_size=vocab_size, z_weight=z_weight, smoothing=smoothing)
+    compute = functools.partial(xent_and_grads, vocab_size=vocab_size, z_weight=z_weight)
     out: XentSums = sharded_loss(ChunkedLoss(compute, (TOKEN_AXES, TOKEN_AXES), XentSums), x_BTD, w_VD, targets_BT, weights_BT)
     return out
 

@@ -23,8 +23,7 @@ from nash_mhc.runtime.compat import cudnn
 from nash_mhc.runtime.compat.jax import splash_passes
 
 PLAIN_KERNELS = ("reference", "xla")  # array code that the partitioner can split; the others are opaque to it
-LSE_KERNELS = (*PLAIN_KERNELS, "cudnn", "splash")  # kernels that return the log-sum-exp
-KERNELS = (*LSE_KERNELS, "pallas")
+KERNELS = (*PLAIN_KERNELS, "cudnn", "splash")
 SHAPES_ONLY = "shapes"  # computes nothing; has the inputs, outputs and residuals of a flash kernel, for memory traces
 
 _BLOCK = 64  # queries per block of the xla kernel
@@ -36,16 +35,14 @@ _NARROW, _NARROW_IN_ORDER = 1024, 2048
 
 def unsupported_reason(kernel: str, platform: str, dtype: str, seq_len: int, head_dim: int, window: int | None) -> str | None:
     """Return why a kernel cannot run there, or None if it can."""
-    home = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}.get(kernel, platform)
+    home = {"cudnn": "gpu", "splash": "tpu"}.get(kernel, platform)
     if platform != home:
         return f"runs on {home}, not on {platform}"
     if kernel == "cudnn" and dtype != "bfloat16":
         return f"takes bfloat16, not {dtype}"
     if kernel == "cudnn" and (head_dim % 8 or head_dim > 128 or seq_len % 2):
         return f"takes an even T and heads of 8, 16, ... 128, not T {seq_len} and heads of {head_dim}"
-    if kernel == "pallas" and window is not None:
-        return "has no window"
-    if kernel in ("pallas", "splash") and seq_len % 128:
+    if kernel == "splash" and seq_len % 128:
         return f"takes a T that is a multiple of 128, not {seq_len}"
     return None
 
@@ -58,7 +55,7 @@ def best_kernel(platform: str, dtype: str, seq_len: int, head_dim: int, window: 
 
 def supported_kernel(kernel: str, dtype: str, seq_len: int, head_dim: int, window: int | None) -> str:
     """Return `kernel` if it supports these shapes, else xla: coarse scales may be too short for a flash kernel."""
-    home = {"cudnn": "gpu", "pallas": "gpu", "splash": "tpu"}.get(kernel, "cpu")
+    home = {"cudnn": "gpu", "splash": "tpu"}.get(kernel, "cpu")
     return "xla" if unsupported_reason(kernel, home, dtype, seq_len, head_dim, window) else kernel
 
 
@@ -96,13 +93,13 @@ def attend(
         return plain[kernel](q_BTNH, k_BTKH, v_BTKH, segments_BT, window).out_BTNH
     if kernel not in KERNELS:
         raise ValueError(f"unknown attention kernel {kernel!r}; choose from {', '.join(KERNELS)}")
-    return {"pallas": _attend_pallas, "splash": attend_splash}[kernel](q_BTNH, k_BTKH, v_BTKH, segments_BT, window)
+    return attend_splash(q_BTNH, k_BTKH, v_BTKH, segments_BT, window)
 
 
 def attend_with_lse(
     inputs: tuple[AttentionInput, ...], *, windows: tuple[int | None, ...], kernels: tuple[str, ...]
 ) -> tuple[AttentionOutput, ...]:
-    """Run `attend` at several resolutions of the same documents, for `LSE_KERNELS`. The lse is differentiable, too.
+    """Run `attend` at several resolutions of the same documents. The log-sum-exp is differentiable, too.
 
     The queries of a block are passed as heads of one row. For `cudnn`, summaries and narrow windows use the Triton
     kernels instead: these move no query, and need not know the number of documents.
@@ -251,11 +248,3 @@ _shapes.defvjp(_shapes_fwd, _shapes_bwd)
 
 def _attend_shapes(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> AttentionOutput:
     return AttentionOutput(*_shapes(q, k, v))
-
-
-def _attend_pallas(q: Array, k: Array, v: Array, segments: Array | None, window: int | None) -> Array:
-    from jax.experimental.pallas.ops.gpu import attention as gpu_attention
-
-    group = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
-    return gpu_attention.mha(q, k, v, segment_ids=segments, sm_scale=q.shape[-1] ** -0.5, causal=True)

@@ -58,8 +58,8 @@ class Samples:
 
         def text(local: LanguageModel) -> str:
             tokens = generate_tokens(
-                local, self._prompt, seq_len=self._seq_len, end=self._tokenizer.end, max_tokens=self._count,
-                temperature=TEMPERATURE, seed=0, dtype=self._dtype, at_once=MANY,
+                local, self._prompt, Sampling(TEMPERATURE), seq_len=self._seq_len, end=self._tokenizer.end,
+                max_tokens=self._count, dtype=self._dtype, at_once=MANY,
             )  # fmt: skip
             return "".join(stream_text(tokens, self._tokenizer))
 

@@ -186,7 +186,7 @@ def test_what_cannot_be_taken_apart_is_one_line(monkeypatch):
     with pytest.raises(ConfigError, match="--seconds 0 must be above 0"):
         command.main()
     distilled = dataclasses.replace(small.config(), objective=ObjectiveConfig(name="distill"))
-    refused("--objective next_token and smoothed, not distill", distilled)
+    refused("--objective next_token, not distill", distilled)
 
 
 def test_the_memory_s_rate_is_one_that_a_memory_may_have():

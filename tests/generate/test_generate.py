@@ -21,7 +21,7 @@ from nash_mhc.config.schema import MeshConfig, ModelConfig, RunConfig
 from nash_mhc.data.tokenizer import ByteTokenizer, stream_text
 from nash_mhc.generate.__main__ import main
 from nash_mhc.loading.load import Loaded, load
-from nash_mhc.model.sampling import MANY, context_start, generate_tokens, keep_likely, sample
+from nash_mhc.model.sampling import MANY, Sampling, context_start, generate_tokens, keep_likely, sample
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.samples import Samples
 from nash_mhc.train.state import ProgramKey, abstract_state, state_shardings
@@ -75,7 +75,8 @@ def lively(loaded: Loaded) -> Loaded:
 
 def tokens_of(loaded: Loaded, prompt: list[int], **options: object) -> list[int]:
     # An end token of -1 never comes, so that the length of the text is known.
-    return list(generate_tokens(loaded.model, prompt, seq_len=T, **({"end": -1} | options)))  # type: ignore[arg-type]
+    how = Sampling(**{name: options.pop(name) for name in ("temperature", "top_k") if name in options})  # type: ignore[arg-type]
+    return list(generate_tokens(loaded.model, prompt, how, seq_len=T, **({"end": -1} | options)))  # type: ignore[arg-type]
 
 
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:

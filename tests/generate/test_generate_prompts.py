@@ -62,7 +62,7 @@ def test_a_batch_generates_the_same_texts_as_single_prompts(ours, how):
         many[row].append(token)
     assert many == together
     if how == Sampling(0.0):
-        assert together[1] == list(generate_tokens(model, prompts[1], seq_len=32, end=256, max_tokens=30, temperature=0.0))
+        assert together[1] == list(generate_tokens(model, prompts[1], seq_len=32, end=256, max_tokens=30, how=Sampling(0.0)))
 
 
 def test_repetition_penalty_equals_transformers(theirs):
@@ -116,7 +116,7 @@ def test_a_file_of_prompts_is_answered_in_order(ours, tmp_path, monkeypatch, cap
 def test_a_conversation_uses_the_chat_template(theirs, tmp_path, monkeypatch, capsys):
     loaded = load(theirs)
     spelled = [256, *b"[system]Be brief.", 256, *b"[user]Who?", 256, *b"[answer]"]
-    want = list(generate_tokens(loaded.model, spelled, seq_len=128, end=256, max_tokens=8, temperature=0.0))
+    want = list(generate_tokens(loaded.model, spelled, seq_len=128, end=256, max_tokens=8, how=Sampling(0.0)))
     options = ["--max-tokens", 8, "--temperature", 0]
     code, out, _ = command(monkeypatch, capsys, theirs, "--chat", "--system", "Be brief.", "--prompt", "Who?", *options)
     assert (code, out) == (0, loaded.tokenizer.decode(np.array(want)) + "\n")

@@ -18,7 +18,7 @@ from nash_mhc.loading.load import load
 from nash_mhc.model import architectures
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.protocol import LanguageModel
-from nash_mhc.model.sampling import generate_tokens
+from nash_mhc.model.sampling import Sampling, generate_tokens
 from nash_mhc.train.inputs import resolve
 
 
@@ -56,7 +56,7 @@ def test_it_trains_on_eight_devices_as_on_one_and_goes_on_bit_for_bit(tmp_path):
 def test_it_writes_as_its_whole_pass_would(tmp_path):
     folder = at(tmp_path / "run", config()).folder
     loaded = load(folder)
-    options = {"seq_len": 32, "end": loaded.tokenizer.end, "max_tokens": 20, "temperature": 0.0}
+    options = {"seq_len": 32, "end": loaded.tokenizer.end, "max_tokens": 20, "how": Sampling(0.0)}
     tokens = list(generate_tokens(loaded.model, [loaded.tokenizer.end], **options))
     assert tokens
     x_BTD, _ = loaded.model.hidden(jnp.asarray([[loaded.tokenizer.end, *tokens[:-1]]]))

@@ -22,8 +22,8 @@ def with_objective(cfg, name, **settings):
     return dataclasses.replace(cfg, objective=ObjectiveConfig(name=name, **settings))
 
 
-def test_the_parts_of_a_smoothed_loss_are_named_and_add_up():
-    cfg = with_objective(small.nash_config(optim__z_loss=1e-3, optim__sparsity=1e-2), "smoothed", label_smoothing=0.2)
+def test_the_parts_of_a_loss_are_named_and_add_up():
+    cfg = small.nash_config(optim__z_loss=1e-3, optim__sparsity=1e-2)
     # With scales, for the sparsity penalty; streams and the convolution do not affect the loss.
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, residual="plain", conv_taps=0))
     cfg = small.mesh_config(cfg, 2, 2, 2)
@@ -36,20 +36,9 @@ def test_the_parts_of_a_smoothed_loss_are_named_and_add_up():
         part = jax.tree.map(lambda a: a[0], batch)
         _, aux = jax.jit(jax.grad(of_norm, has_aux=True))(model.norm, model, part)
     row = {name: float(mean) for name, mean in means(aux.sums).items()}
-    parts = [row[name] for name in ("loss", "loss/z", "loss/smoothing", "loss/sparsity")]
+    parts = [row[name] for name in ("loss", "loss/z", "loss/sparsity")]
     assert all(abs(part) > 1e-6 for part in parts)
     assert row["objective"] == pytest.approx(sum(parts), rel=1e-5)
-    # At the start all tokens are almost equally likely, so neither target is harder.
-    assert abs(row["loss/smoothing"]) < 0.05 * row["loss"]
-
-
-def test_smoothing_keeps_a_model_from_being_sure(tmp_path):
-    sure = at(tmp_path / "sure", total_steps=6, eval_interval=0)
-    unsure = at(tmp_path / "unsure", with_objective(RUN, "smoothed", label_smoothing=0.9), total_steps=6, eval_interval=0)
-    # Evaluations measure the cross-entropy for every objective.
-    assert unsure.evaluation["eval/loss"] > sure.evaluation["eval/loss"]
-    assert "loss/smoothing" in rows(unsure.folder)[-1]
-    assert "loss/smoothing" not in rows(sure.folder)[-1]
 
 
 def every_second(cfg, execution):
@@ -84,7 +73,7 @@ def test_names_and_weights_of_a_registered_objective_are_those_of_rows_and_evalu
     assert set(rows(result.folder, "eval.jsonl")[-1]) == {"step", "eval/loss", "eval/filled"}
     assert 0 < result.evaluation["eval/filled"] <= cfg.data.seq_len
     values = json.loads((result.folder / "run.json").read_text())["config"]["objective"]
-    assert values == {"name": "every_second", "label_smoothing": 0.1}
+    assert values == {"name": "every_second"}
 
 
 def test_a_mean_over_steps_weighs_each_by_what_its_sum_was_over(another):
@@ -168,8 +157,8 @@ def test_an_objective_sees_the_fields_that_its_examples_have_of_their_own(anothe
 
 
 def test_an_unknown_objective_is_one_line(another):
-    with pytest.raises(ConfigError, match=r"--objective smothed: unknown objective; did you mean smoothed\?"):
-        resolve(with_objective(small.config(), "smothed"))
+    with pytest.raises(ConfigError, match=r"--objective nxt_token: unknown objective; did you mean next_token\?"):
+        resolve(with_objective(small.config(), "nxt_token"))
     with pytest.raises(ConfigError, match="xyzzy") as refused:
         resolve(with_objective(small.config(), "xyzzy"))
-    assert all(name in str(refused.value) for name in ("next_token", "smoothed", "distill", "puzzle", "every_second"))
+    assert all(name in str(refused.value) for name in ("next_token", "distill", "puzzle", "every_second"))

@@ -23,10 +23,10 @@ from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
 from nash_mhc.train.resume import check_resume
 
-OTHER = dataclasses.replace(  # differs from the preset in every section
+OTHER = dataclasses.replace(  # differs from the preset in most sections
     small.config(
         data__seq_len=48, data__batch_size=6, optim__learning_rate=3e-3, optim__schedule="wsd", train__grad_accum=2,
-        train__epochs=None, train__total_steps=70, objective__name="smoothed", telemetry__sample_prompt="It was",
+        train__epochs=None, train__total_steps=70, telemetry__sample_prompt="It was",
     ),
     model=dataclasses.replace(small.MODEL, width=24, vocab_size=260),
 )  # fmt: skip

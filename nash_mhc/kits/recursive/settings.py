@@ -79,7 +79,7 @@ class RecursiveConfig(AttendingConfig):
         return {"model.cells": cells} if values.get("model.mixer") == "cells" and cells is not None else {}
 
     def check_run(self, run: Any) -> None:
-        if not self.causal and run.objective.name in ("next_token", "smoothed", "distill"):
+        if not self.causal and run.objective.name in ("next_token", "distill"):
             raise ConfigError(
                 f"--no-model-causal: with --objective {run.objective.name}, every position would see its own answer; use "
                 "--objective puzzle, or a causal model"
