@@ -27,7 +27,6 @@ COMMANDS = [
     ("plan", "--chip", "v6e-8", "--chips", "X"),
     ("plan", "--chip", "v6e-8", "--json", "X"),
     ("bench", "step", "--json", "X"),
-    ("bench", "quality", "--picture", "X"),
     ("bench", "corpus", "--out", "X"),
     ("generate", "X"),
     ("generate", "--checkpoint-dir", "X"),

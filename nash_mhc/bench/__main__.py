@@ -1,4 +1,4 @@
-"""`python -m nash_mhc.bench`: speed, memory, model quality, input and telemetry benchmarks."""
+"""`python -m nash_mhc.bench`: benchmarks of speed, memory and model quality."""
 
 from __future__ import annotations
 
@@ -25,14 +25,11 @@ ABOUT = {
     "compile": "compile the step for a TPU, without having one, and print the memory it needs",
     "quality": "train variants of the model on the same data and compare their held-out losses",
     "corpus": "download two reproducible text corpora for comparing models",
-    "data": "measure data preparation and reading: tokens/s, memory, and how long a step waits for data",
-    "telemetry": "measure the logging overhead (metrics, images, samples) as a fraction of the step time",
 }
 USAGE = f"python -m nash_mhc.bench {' | '.join(ABOUT)} [flags of train]"
 _VARIANTS = "nash-mhc,dense,dense-mhc,dense-conv-mhc"  # of those in quality.py, which imports JAX
-# Modules whose name differs from their benchmark's, and modules with a table of their own.
-_MODULES = {"compile": "step", "telemetry": "data"}
-_TABLES = {"quality": "findings", "parts": "parts", "kernels": "kernels"}
+_TABLES = {"quality": "findings", "parts": "parts", "kernels": "kernels"}  # modules with a table of their own
+_REMOVED = dict.fromkeys(("data", "telemetry"), "metrics.jsonl of a run has data_wait_ms, step_ms and goodput")
 
 
 def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
@@ -49,21 +46,12 @@ def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:
         add("--seconds", type=float, default=0.2, help="seconds to time each program [0.2]")
     elif command == "compile":
         add("--topology", default="v6e:2x4", help="TPU topology to compile for, or cpu for emulated devices [v6e:2x4]")
-    elif command == "data":
-        add("--megabytes", type=int, default=32, help="megabytes of text to generate and prepare [32]")
-        add("--steps", type=int, default=40, help="steps of the training run [40]")
-    elif command == "telemetry":
-        add("--steps", type=int, default=80, help="steps of the training run [80]")
     elif command == "quality":
         add("--seeds", type=int, default=3, help="number of runs per variant, with seeds --seed, --seed + 1, ... [3]")
         add("--variants", metavar="A,B,...", default=_VARIANTS, help=f"variants to compare [{_VARIANTS}]")
         add("--eval-rows", type=int, metavar="ROWS", help="held-out sequences [4 x eval-batches x batch-size]")
         text = "learning rates to try with the first seed; each variant uses its best one [--learning-rate]"
         add("--learning-rates", metavar="A,B,...", help=text)
-        text = "text: the run's dataset; recall: synthetic key-value recall [text]"
-        add("--task", choices=["text", "recall"], default="text", help=text)
-        text = "SVG file for a plot of loss against tokens and seconds; needs matplotlib"
-        add("--picture", type=local_path, metavar="FILE", help=text)
     add("--json", type=local_path, metavar="FILE", help="also write the results to this file ('-': write only JSON, to stdout)")
 
 
@@ -89,29 +77,25 @@ def _check_flags(command: str, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for a flag of `train` that the benchmark would ignore."""
     from nash_mhc.objectives.registry import OBJECTIVES
 
-    if command == "telemetry":  # a real run
-        return
-    folders = ("train.init_from", "train.resume_from", "train.checkpoint_dir")
-    ignored = {
-        "data": dict.fromkeys(("data.dataset", "data.tokenizer", *folders), "it generates its own data"),
-        "quality": dict.fromkeys(folders, "every variant starts from random weights"),
-    }.get(command, {})
-    for path, why in ignored.items():
-        if given.get(path):
-            raise ConfigError(f"{keys()[path].flag}: `bench {command}` ignores this flag ({why}); leave it out")
+    if command == "quality":
+        for path in ("train.init_from", "train.resume_from", "train.checkpoint_dir"):
+            if given.get(path):
+                raise ConfigError(f"{keys()[path].flag}: `bench quality` starts from random weights; leave it out")
     name = given.get("objective.name")
     if name is not None and name in OBJECTIVES and OBJECTIVES[name].feed is not None:
         raise ConfigError(f"--objective {name}: `bench {command}` cannot create batches for it; leave out the flag")
 
 
 def main() -> int:
+    if remark := _REMOVED.get("".join(sys.argv[1:2])):
+        raise ConfigError(f"bench {sys.argv[1]} was removed; {remark}")
     if (chosen := chosen_command(ABOUT, USAGE, "benchmark")) is None:
         return 0
     command, argv = chosen
     if command == "corpus":
         return int(_module("corpus").command(argv))
     options: dict[str, Any] = {"found": _infer_without_tokenizer, "folder": "train.checkpoint_dir", "recorded": _recorded}
-    if command in ("quality", "telemetry"):  # these train on the user's data
+    if command == "quality":  # trains on the user's data
         options = {"found": _infer}
     own_flags = lambda group: _own_flags(command, group)
     examples = ("--model-size small --batch-size 32", "--config run.yaml --json results.json")
@@ -121,14 +105,9 @@ def main() -> int:
     logs.configure(parsed.config.telemetry.log_level)
     _check_flags(command, parsed.given)
     own = vars(parsed.own)
-    json_name, picture_name = own.pop("json"), own.pop("picture", None)
+    json_name = own.pop("json")
     json_file = file_to_write("--json", json_name) if json_name != "-" else None
-    picture_file = file_to_write("--picture", picture_name)
-    if picture_file:
-        _module("findings").check_matplotlib()
-    figures = getattr(_module(_MODULES.get(command, command)), f"bench_{command}")(parsed.config, **own)
-    if picture_file:
-        _module("findings").plot_curves(figures, picture_file)
+    figures = getattr(_module("step" if command == "compile" else command), f"bench_{command}")(parsed.config, **own)
     if json_name == "-":
         print(json.dumps(figures, indent=2))
     else:

@@ -1,16 +1,12 @@
-"""Results of `bench quality`: differences, a verdict, a table, and a picture."""
+"""Results of `bench quality`: differences, a verdict and a table."""
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-from nash_mhc.config.schema import ConfigError
 
 Figures = dict[str, Any]
 
@@ -67,7 +63,6 @@ def _column(v: Figures, seeds: list[int]) -> dict[str, str]:
     if timed := v.get("equal_seconds"):
         cells |= {"at equal seconds": _number(timed["held_out"]), f"steps in {timed['seconds']:,.0f} s": f"{timed['steps']:,}"}
     cells |= {f"loss at {place}": _number(loss) for place, loss in v.get("loss_by_position", {}).items()}
-    cells |= {f"right, {place} away": f"{share:.1%}" for place, share in v.get("accuracy_by_distance", {}).items()}
     cells["entropy of scales"] = " ".join(f"{e:.2f}" for e in v.get("scale_entropy", ()))
     return cells | {"tokens_per_s": f"{v['tokens_per_s']:,.0f}", "compile_s": f"{v['compile_s']:.1f}"}
 
@@ -92,34 +87,3 @@ def show(figures: Figures) -> None:
     elif len(next(iter(variants.values()))["rates"]) == 1 and len(variants) > 1:
         lines.insert(1, "All use one learning rate; --learning-rates 1e-3,2e-3,4e-3 finds the best for each.")
     console.print("\n".join(lines), markup=False, soft_wrap=True)
-
-
-def check_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--picture: matplotlib is not installed; pip install 'nash_mhc[notebook]'")
-
-
-def plot_curves(figures: Figures, file: Path) -> None:
-    """Draw training loss against tokens and against seconds, as SVG. The line of a run ends where it diverges."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    curves = {name: [point for point in v["curve"] if point[2] is not None] for name, v in figures["variants"].items()}
-    late = [
-        loss for curve in curves.values() for _, _, loss in curve[len(curve) // 10 :]
-    ]  # the first tenth would set the scale
-    panels = Figure(figsize=(9.2, 3.8), layout="constrained")
-    data, unit = ("Recall", "question") if figures["task"] == "recall" else (figures["dataset"], "token")
-    panels.suptitle(f"{data}: training loss (nats/{unit}), each variant at its best learning rate", fontsize=10)
-    for column, (axis, label) in enumerate(zip(panels.subplots(1, 2), ("tokens", "seconds of training"), strict=True)):
-        for name, curve in curves.items():
-            rate = figures["variants"][name]["learning_rate"]
-            axis.plot([p[column] for p in curve], [p[2] for p in curve], label=f"{name} ({rate:g})", gid=name)
-        if late:
-            margin = 0.06 * (max(late) - min(late) or 1.0)
-            axis.set_ylim(min(late) - margin, max(late) + margin)
-        axis.set_xlabel(label)
-        axis.grid(axis="y", alpha=0.3)
-    panels.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(curves), frameon=False)
-    with rc_context({"svg.fonttype": "none"}):  # text, not outlines
-        panels.savefig(file, format="svg")

@@ -18,10 +18,9 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from nash_mhc.bench.findings import Figures, compare, verdict
-from nash_mhc.bench.recall import RecallRows, distances
 from nash_mhc.bench.step import read_late, settings_of
 from nash_mhc.config.commands import did_you_mean
-from nash_mhc.config.schema import ArchitectureConfig, ConfigError, DataConfig, ModelConfig, RunConfig
+from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig
 from nash_mhc.data.pack import Rows
 from nash_mhc.data.sources import RowSource, loss_floor, open_held_out, open_source
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
@@ -86,8 +85,7 @@ def variant(name: str, model: ModelConfig, tp: int) -> ModelConfig:
     return model
 
 
-_NEAREST = 16  # tokens: the first bucket of positions and distances; each later one is twice as wide
-_CURVE = 60  # points of a run's curve
+_NEAREST = 16  # tokens: the first bucket of positions; each later one is twice as wide
 
 
 class _Progress:
@@ -112,14 +110,8 @@ class Setting:
     tokenizer: Tokenizer
     mesh: Mesh
     align: int  # alignment of documents, for the coarsest model
-    task: str
     held_out: RowSource
     progress: _Progress
-
-    def source(self, data: DataConfig, seed: int) -> RowSource:
-        if self.task == "recall":
-            return RecallRows(data.seq_len, self.tokenizer.vocab_size, seed=seed)
-        return open_source(data, self.tokenizer, split=data.split, seed=seed, align=self.align)
 
 
 @dataclass
@@ -127,7 +119,6 @@ class Trained:
     model: LM
     held_out: float  # loss; infinite for a diverged run
     tokens_per_s: float
-    curve: list[list[int | float | None]]  # [tokens, seconds, training loss since the last point], ...
     health: dict[str, Any]  # of the last step
 
 
@@ -135,21 +126,20 @@ def _finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None  # JSON has no NaN: None stands for a diverged run
 
 
-def by_position(model: LM, evaluator: Evaluator, seq_len: int, task: str) -> dict[str, Any]:
-    """Return the loss by position in the sequence, or, for recall, the accuracy by distance to the fact."""
-    recall = task == "recall"
-    figures = {}
+def by_position(model: LM, evaluator: Evaluator, seq_len: int) -> dict[str, float]:
+    """Return the loss by position in the sequence."""
+    losses = {}
     edges = [0, *itertools.takewhile(lambda edge: edge < seq_len, (_NEAREST << i for i in itertools.count())), seq_len]
     for low, high in itertools.pairwise(edges):
 
         def within(rows: Rows, low: int = low, high: int = high) -> np.ndarray:
-            at = distances(rows.inputs) if recall else np.arange(seq_len)
+            at = np.arange(seq_len)
             return (at >= low) & (at < high)
 
-        value = evaluator.evaluate(model, only=within)["eval/accuracy" if recall else "eval/loss"]
-        if math.isfinite(value):
-            figures[f"{low} to {high - 1}"] = value
-    return {"accuracy_by_distance" if recall else "loss_by_position": figures}
+        loss = evaluator.evaluate(model, only=within)["eval/loss"]
+        if math.isfinite(loss):
+            losses[f"{low} to {high - 1}"] = loss
+    return losses
 
 
 class Contestant:
@@ -159,7 +149,7 @@ class Contestant:
         self.name, self.cfg, self._setting = name, cfg, setting
         log.info(f"{name}: {count_parameters(cfg.model):,} parameters, ffn {base_model(cfg.model).ffn}; compiling ...")
         setting.progress.status.update(f"{name}: compiling ...")
-        step_fn = compile_train_step(cfg, setting.mesh, setting.source(cfg.data, cfg.train.seed))
+        step_fn = compile_train_step(cfg, setting.mesh, self._source(cfg.train.seed))
         step_fn.compile(sharded_abstract_state(cfg, setting.mesh), abstract_batch(cfg.data, cfg.train.grad_accum, setting.mesh))
         self._evaluator = Evaluator(
             ProgramKey.of(cfg), setting.held_out, setting.tokenizer, setting.mesh, batch_size=cfg.data.batch_size,
@@ -171,6 +161,10 @@ class Contestant:
             "attention": cfg.train.attention,
             "compile_s": step_fn.seconds,
         }
+
+    def _source(self, seed: int) -> RowSource:
+        data = self.cfg.data
+        return open_source(data, self._setting.tokenizer, split=data.split, seed=seed, align=self._setting.align)
 
     def train(self, seed: int, *, rate: float | None = None, steps: int | None = None) -> Trained:
         """Train from random weights and evaluate, with another rate and length if given."""
@@ -185,7 +179,7 @@ class Contestant:
             self.cfg, optim=optim, train=dataclasses.replace(self.cfg.train, seed=seed, total_steps=total)
         )
         where = f"{self.name}, rate {cfg.optim.learning_rate:g}, seed {seed}"
-        source = setting.source(cfg.data, seed)
+        source = self._source(seed)
         # Learning rate, schedule and seed are arguments of the program: all runs of a variant share one.
         step_fn = compile_train_step(cfg, mesh, source)
         state, metrics = create_state(cfg, mesh), dict[str, Any]()
@@ -197,10 +191,9 @@ class Contestant:
                 state, metrics = step_fn(state, batch)
                 yield metrics["loss"]
 
-        losses, times = list[float](), [time.perf_counter()]
+        times = [time.perf_counter()]
         try:
             for step, (loss, read_at) in enumerate(read_late(take_steps()), start=1):
-                losses.append(loss)
                 times.append(read_at)
                 setting.progress.now(f"{where}: step {step}/{total}, loss {loss:.4f}")
         finally:
@@ -208,17 +201,13 @@ class Contestant:
         began = times[min(1, total - 1)]  # the first step also waited for the first batch
         tokens = cfg.train.grad_accum * cfg.data.batch_size * cfg.data.seq_len
         speed = max(total - 1, 1) * tokens / (times[-1] - began)
-        curve: list[list[int | float | None]] = []
-        for at in range(0, total, stride := -(-total // _CURVE)):
-            end = min(at + stride, total)
-            curve.append([end * tokens, times[end] - began, _finite(statistics.fmean(losses[at:end]))])
         last = {k.removeprefix("health/"): v for k, v in jax.device_get(metrics).items() if k.startswith("health/scale")}
         health = {name: value.tolist() for name, value in last.items() if np.isfinite(value).all()}
 
         setting.progress.status.update(f"{where}: evaluating ...")
         loss = self._evaluator.evaluate(state.model)["eval/loss"]
         log.info(f"{where}: held-out loss {loss:.4f} after {total} steps, {speed:,.0f} tok/s")
-        return Trained(state.model, loss if math.isfinite(loss) else math.inf, speed, curve, health)
+        return Trained(state.model, loss if math.isfinite(loss) else math.inf, speed, health)
 
     def compete(self, rates: list[float], seeds: list[int]) -> None:
         """Train with every learning rate and the first seed, then with the best rate and the other seeds."""
@@ -234,9 +223,9 @@ class Contestant:
             del trained  # hold the weights of at most two runs
         assert best is not None
         rate = min(rates, key=lambda rate: losses[rate])
-        positions = by_position(best.model, self._evaluator, self.cfg.data.seq_len, self._setting.task)
+        positions = by_position(best.model, self._evaluator, self.cfg.data.seq_len)
         self.cfg = dataclasses.replace(self.cfg, optim=dataclasses.replace(self.cfg.optim, learning_rate=rate))
-        figures = {**positions, **best.health, "curve": best.curve}
+        health = best.health
         del best
         held_out = [losses[rate], *(self.train(seed).held_out for seed in seeds[1:])]
         inside = len(rates) > 2 and rate not in (min(rates), max(rates))
@@ -246,7 +235,8 @@ class Contestant:
             "at_edge": None if len(rates) == 1 else not inside,
             "held_out": [_finite(loss) for loss in held_out],
             "tokens_per_s": statistics.median(speeds),
-            **figures,
+            "loss_by_position": positions,
+            **health,
         }
 
     def train_for_seconds(self, seconds: float, seed: int) -> None:
@@ -278,7 +268,6 @@ def bench_quality(
     seeds: int,
     eval_rows: int | None = None,
     learning_rates: str | None = None,
-    task: str = "text",
 ) -> Figures:
     """Check everything, then train and compare the variants, one at a time."""
     names, model, B = parse_variants(variants), base_model(cfg.model), cfg.data.batch_size
@@ -295,11 +284,7 @@ def bench_quality(
     dataclasses.replace(cfg.train, seed=run_seeds[-1])  # raises for a seed that is too large
     # Four times the batches of a run's evaluation, for a precision of half a percent.
     batches = 4 * cfg.train.eval_batches if eval_rows is None else -(-eval_rows // B)
-    held_out: RowSource | None
-    if task == "recall":
-        held_out = RecallRows(cfg.data.seq_len, tokenizer.vocab_size, seed=0, is_held_out=True)
-    else:
-        held_out = open_held_out(cfg.data, tokenizer, align=align)
+    held_out = open_held_out(cfg.data, tokenizer, align=align)
     if held_out is None:
         raise ConfigError("no held-out data to compare the models on; raise --validation-fraction")
     runs: dict[str, RunConfig] = {}
@@ -309,7 +294,7 @@ def bench_quality(
         run = dataclasses.replace(base, model=variant(name, model, mesh.shape["tp"]), train=train_config)
         runs[name] = for_platform(run, base.mesh.platform)
     progress = _Progress()
-    setting = Setting(tokenizer, mesh, align, task, held_out, progress)
+    setting = Setting(tokenizer, mesh, align, held_out, progress)
     contestants = []
     with progress.status:
         for name in names:
@@ -321,10 +306,10 @@ def bench_quality(
             contestant.train_for_seconds(seconds, run_seeds[0])
     measured = {c.name: c.figures for c in contestants}
     compare(measured)
-    floor = floors[0] if task == "text" and (floors := loss_floor(cfg.data, tokenizer)) else None
+    floor = floors[0] if (floors := loss_floor(cfg.data, tokenizer)) else None
     below, text = verdict(measured, floor)
     return settings_of(base, mesh) | {
-        "steps": cfg.train.total_steps, "task": task, "dataset": cfg.data.dataset if task == "text" else task,
+        "steps": cfg.train.total_steps, "dataset": cfg.data.dataset,
         "align": align, "seeds": run_seeds,
         "eval_rows": min(batches * B, len(held_out)), "floor_nats_per_token": floor,
         "variants": measured, "nash_below_dense": below, "verdict": text,

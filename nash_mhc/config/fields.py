@@ -28,6 +28,8 @@ class ConfigError(ValueError):
 REMOVED = {
     "model.sinkhorn_iterations": "the mixing of streams converges without it; leave it out",
     "objective.label_smoothing": "leave it out for --objective next_token, or register an objective with smoothing",
+    "task": "bench quality compares on text",
+    "picture": "--json FILE writes all figures",
 }
 
 

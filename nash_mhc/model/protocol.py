@@ -104,5 +104,3 @@ class Architecture(NamedTuple):
     warm_start: Callable[[RunConfig, Any, Any], Any | None] = lambda run, source, mesh: None
     # Weights of the auxiliary losses, by name. The objective next_token adds them to its loss.
     auxiliary_weights: Callable[[RunConfig], Mapping[str, float]] = lambda run: {}
-    # Memory capacity known before training, for run.json and the report (see `kits/reservoir/memory.py`).
-    memory_capacity: Callable[[Any], dict[str, Any] | None] = lambda cfg: None

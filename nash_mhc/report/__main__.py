@@ -9,13 +9,13 @@ from rich.table import Table
 
 from nash_mhc.config.commands import OneLineParser, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.report.contents import Run, facts, memory_facts, open_run, summarize
+from nash_mhc.report.contents import Run, facts, open_run, summarize
 from nash_mhc.report.page import LiveServer, write_page
 from nash_mhc.storage.files import to_path
 
 
 def _show(runs: list[Run]) -> None:
-    each = [facts(run) | memory_facts(run) for run in runs]
+    each = [facts(run) for run in runs]
     if len(runs) == 1:
         for name, text in each[0].items():
             print(f"{name:<32} {text}")

@@ -107,22 +107,6 @@ def facts(run: Run) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def memory_facts(run: Run) -> dict[str, str]:
-    """Return what is known of a reservoir's memory as text; empty for any other model."""
-    memory = run.info.get("remembers")
-    if not isinstance(memory, dict):
-        return {}
-    capacity, radius = number(memory, "capacity"), number(memory, "radius")
-    forgets, watched = number(memory, "forgets"), number(memory, "watched")
-    not_forgotten = "never" if watched is None else f"not in {watched:,.0f} tokens"
-    units = f"{number(memory, 'units') or 0:,.0f} real units"
-    return {
-        "memory capacity of a layer": f"none of {units}: states diverge" if capacity is None else f"{capacity:.1f} of {units}",
-        "effective spectral radius": "" if radius is None else f"{radius:.5f}",
-        "initial state forgotten (to 1%)": not_forgotten if forgets is None else f"after {forgets:,.0f} tokens",
-    }
-
-
 def summarize(run: Run) -> str:
     """Return the outcome of the run in two or three sentences."""
     if not run.rows:
@@ -256,8 +240,6 @@ def contents(run: Run) -> dict[str, Any]:
         "marks": _marks(run),
         "health": _health(run.rows),
         "mixing": _rounded(mixing) if _nesting(mixing) == 4 else None,  # H_res by layer and sub-layer
-        "memory": memory_facts(run),
-        "curve": _rounded(info["remembers"].get("curve") or []) if memory_facts(run) else [],  # [delay, recall]
         "samples": [{"step": row["step"], "text": row["sample"]} for row in run.evals if isinstance(row.get("sample"), str)],
         "config": _flat_config(info.get("config")),
         "environment": {f"device {k}": str(v) for k, v in table(info, "devices").items()}

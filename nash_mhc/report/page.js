@@ -167,20 +167,6 @@ function inside(run, several) {
   return node;
 }
 
-// A reservoir's memory: how well past inputs can be read from its state, by delay.
-function memory(run, several) {
-  const facts = Object.entries(run.memory);
-  if (!facts.length) return null;
-  const node = card(`Memory of a layer${several ? `: ${run.name}` : ""}`, make("dl", {}, ...facts.map(([k, v]) => make("div", {}, make("dt", {}, k), make("dd", {}, v)))));
-  if (run.curve.length < 2) return node;
-  const own = new Board(), chart = make("figure", { class: "card", "data-chart": `memory, ${run.name}` });
-  Object.assign(own, { name: "tokens ago", whole: true, format: (x) => `${short(Math.round(2 ** x))} ago` });
-  const caption = make("figcaption", {}, make("span", { class: "title" }, "share of an input that its state retains, by delay"));
-  chart.append(caption); node.append(chart);
-  caption.append(new Chart(chart, { title: "memory", series: [{ name: "remembered", color: "var(--run0)", points: run.curve.map(([ago, share]) => [Math.log2(ago), share]), dots: true }] }, own).readout);
-  return node;
-}
-
 function samples(run, several) {
   if (!run.samples.length) return null;
   const last = run.samples.length - 1, chosen = state.sample === null ? last : Math.min(state.sample, last);
@@ -256,7 +242,7 @@ function build(data) {
     const lines = sources.flatMap((key, i) => series(data, key).map((line, j) => ({ ...line, name: `${several ? `${line.name}, ` : ""}${key.slice(7)}`, color: COLORS[(several ? j : i) % COLORS.length] })));
     figure(small, "passes over the data", { series: lines });
   }
-  for (const run of data.runs) main.append(...[inside(run, several), memory(run, several), samples(run, several)].filter((part) => part !== null));
+  for (const run of data.runs) main.append(...[inside(run, several), samples(run, several)].filter((part) => part !== null));
   main.append(details("Configuration", open[0] ?? several, ...tableOf(data, "config", rebuild)), details("Environment", open[1] ?? false, ...tableOf(data, "environment", rebuild)));
   if (state.opened) { const at = main.querySelector('[data-chart="gradient norm"]'); showCommand(at, state.opened); }
   window.scrollTo(0, at);

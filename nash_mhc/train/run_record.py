@@ -77,7 +77,6 @@ def record(inputs: Inputs, mesh: Mesh, start: Start, invocation: dict[str, Any])
         "rows": inputs.identity,
         "parameters": count_parameters(model),
         "drawn": None if (drawn := architecture.random_weights(model)) is None else drawn._asdict(),
-        "remembers": architecture.memory_capacity(model),
         "flops_per_token": flops_per_token(inputs.cfg),
         "mesh": {axis: mesh.shape[axis] for axis in mesh.axis_names},
         "devices": {

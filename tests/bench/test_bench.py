@@ -1,6 +1,5 @@
 """The benchmarks run the real step and report consistent figures; the comparison of models is a fair one."""
 
-import copy
 import dataclasses
 import functools
 import io
@@ -10,7 +9,6 @@ import math
 import re
 import statistics
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import jax
 import numpy as np
@@ -21,11 +19,10 @@ from runs import described_run
 
 from nash_mhc.bench import __main__ as command
 from nash_mhc.bench import findings, quality, step
-from nash_mhc.bench.recall import RecallRows, distances
 from nash_mhc.bench.step import bench_compile, bench_step
 from nash_mhc.config import ConfigError, logs
 from nash_mhc.config.commands import one_line_errors
-from nash_mhc.config.schema import ModelConfig, TelemetryConfig
+from nash_mhc.config.schema import ModelConfig
 from nash_mhc.model.architectures import count_parameters
 from nash_mhc.model.lm import flops_per_token
 from nash_mhc.runtime import hardware
@@ -230,14 +227,6 @@ def test_the_scales_of_those_that_have_some_are_in_the_figures(compared):
             assert np.shape(v["scale_entropy"]) == (MINUTE.layers,)
 
 
-def test_curves_hold_every_step(compared):
-    for v in compared.figures["variants"].values():
-        tokens, seconds, losses = zip(*v["curve"], strict=True)
-        assert tokens == tuple(n * B * 32 for n in (1, 2, 3))
-        assert list(seconds) == sorted(seconds)
-        assert all(3 < loss < 8 for loss in losses)
-
-
 def test_a_seed_gives_the_same_loss_again_by_itself(compared):
     """Also shows that the seed is not part of the step, which here is compiled for another one;
     73 rows are four batches."""
@@ -368,88 +357,10 @@ def test_the_comparison_as_json_and_as_a_table(compared, monkeypatch, capsys, tm
     ]
 
 
-def lines_of(file):
-    """Return the SVG path of every curve as (variant, path)."""
-    groups = [g for g in ElementTree.parse(file).getroot().findall(".//{*}g") if g.get("id") in COMPARED]
-    return [(g.get("id"), path.get("d")) for g in groups for path in g.findall("{*}path")]
-
-
-def test_the_picture_has_a_line_per_variant_in_both_panels(compared, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(quality, "bench_quality", lambda cfg, **own: compared.figures)
-    file = tmp_path / "picture.svg"
-    assert run_command(monkeypatch, "quality", "--picture", str(file)) == 0
-    assert [name for name, _ in lines_of(file)] == 2 * COMPARED
-    words = "".join(ElementTree.parse(file).getroot().itertext())
-    for name, v in compared.figures["variants"].items():
-        assert f"{name} ({v['learning_rate']:g})" in words
-
-
-def test_a_picture_without_matplotlib_is_refused_before_the_runs(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(findings.importlib.util, "find_spec", lambda name: None)
-    assert run_command(monkeypatch, "quality", "--picture", str(tmp_path / "picture.svg"), "--seeds", "0") == 2
-    assert re.match(r"error: --picture: .*matplotlib.*nash_mhc\[notebook\]", capsys.readouterr().err)
-
-
-def test_the_line_of_a_run_that_diverged_ends_there(compared, tmp_path):
-    figures = copy.deepcopy(compared.figures)
-    for curve in (v["curve"] for v in figures["variants"].values()):
-        curve[-1][2] = None
-    findings.plot_curves(figures, tmp_path / "shorter.svg")
-    findings.plot_curves(compared.figures, tmp_path / "whole.svg")
-    for (_, shorter), (_, whole) in zip(*(lines_of(tmp_path / f"{name}.svg") for name in ("shorter", "whole")), strict=True):
-        assert shorter.count("L") < whole.count("L")
-    for curve in (v["curve"] for v in figures["variants"].values()):
-        for point in curve:
-            point[2] = None
-    findings.plot_curves(figures, tmp_path / "empty.svg")
-    assert not any("L" in path for _, path in lines_of(tmp_path / "empty.svg"))
-
-
 def test_the_best_rate_at_the_edge_is_no_verdict():
     found = {"nash-mhc": {"held_out": [0.7], "at_edge": False}, "dense": {"held_out": [0.8], "at_edge": True}}
     below, text = findings.verdict(found, None)
     assert below is None and "No verdict" in text and "dense" in text and "edge" in text
-
-
-# --- recall ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("seq_len", "vocab"), [(64, 40), (97, 257), (256, 257), (1024, 4096)])
-def test_what_is_asked_for_was_said_and_nothing_else_counts(seq_len, vocab):
-    rows = RecallRows(seq_len, vocab, seed=3).take(list(range(6)))
-    away = distances(rows.inputs)
-    asked = rows.weights > 0
-    assert rows.inputs.shape == rows.targets.shape == (6, seq_len)
-    assert (rows.inputs[:, 1:] == rows.targets[:, :-1]).all()
-    assert (rows.segments == 1).all()
-    assert 0.1 < asked.mean() < 0.4
-    for b, t in zip(*np.nonzero(asked), strict=True):
-        assert away[b, t] >= 10
-        assert rows.targets[b, t] == rows.inputs[b, t - away[b, t] + 1]
-    # A key that comes for the first time is not asked for; no value is.
-    keys = np.arange(seq_len) % 2 == 0
-    assert not asked[:, ~keys].any()
-    assert not asked[away == 0].any()
-    # Every octave is asked for.
-    edges = [10, *(16 << i for i in range(12) if 16 << i < seq_len), seq_len]
-    assert (np.histogram(away[asked], edges)[0] > 0).all()
-
-
-def test_rows_to_be_asked_are_not_those_to_learn_from():
-    learned, asked = (RecallRows(64, 257, seed=0, is_held_out=held_out) for held_out in (False, True))
-    assert not np.array_equal(learned[0].inputs, asked[0].inputs)
-    np.testing.assert_array_equal(learned[5].inputs, RecallRows(64, 257, seed=0)[5].inputs)
-    assert not np.array_equal(learned[0].inputs, RecallRows(64, 257, seed=1)[0].inputs)
-    assert learned.identity != asked.identity
-
-
-def test_recall_is_scored_by_distance(compared):
-    few = minute(data__seq_len=64, data__batch_size=8)
-    figures = quality.bench_quality(few, variants="dense", seeds=1, task="recall", eval_rows=8)
-    found = figures["variants"]["dense"]["accuracy_by_distance"]
-    assert list(found) == ["0 to 15", "16 to 31", "32 to 63"]
-    assert all(0 <= value < 0.2 for value in found.values())  # three steps have taught it nothing
-    assert figures["floor_nats_per_token"] is None
 
 
 @pytest.mark.parametrize(
@@ -466,28 +377,23 @@ def test_recall_is_scored_by_distance(compared):
             "--learning-rates 1e-3,fast must be comma-separated numbers",
         ),
         ("quality --learning-rates 1e-3,0", "--learning-rates 1e-3,0 must be comma-separated numbers above 0"),
-        ("quality --task recal", "--task: invalid choice: 'recal'"),
-        (
-            "quality --task recall --seq-len 4096",
-            "--task recall: --seq-len 4096 needs 1024 keys, but a vocabulary of 257 allows 127",
-        ),
-        ("quality --picture /nowhere/p.svg --seeds 0", "--picture /nowhere/p.svg: cannot be written"),
+        ("quality --task recall", "unknown flag --task: task was removed; bench quality compares on text"),
+        ("quality --picture p.svg", "unknown flag --picture: picture was removed; --json FILE writes all figures"),
         ("quality --model-scales 1", "bench quality needs the full model: --model-scales above 1"),
         ("quality --model-residual plain", "bench quality needs the full model: --model-scales above 1"),
         ("quality --model-vocab-size 100", "--tokenizer bytes: set --model-vocab-size 257 or more"),
         ("quality --warmup 3 --seeds 0", "unknown flag --warmup; did you mean --warmup-steps?"),
         ("quality --json /nowhere/figures.json --seeds 0", "--json /nowhere/figures.json: cannot be written"),
         ("quality --init-from x", "--init-from"),
-        ("data --dataset x", "--dataset: `bench data` ignores"),
-        ("data --tokenizer x", "--tokenizer"),
+        ("data --megabytes 8", "bench data was removed; metrics.jsonl of a run has data_wait_ms, step_ms and goodput"),
         ("step --objective distill", "--objective distill: `bench step`"),
         ("compile --seeds 3", "unknown flag --seeds; did you mean --seed?"),
         ("step --steps 0", "--steps must be at least 1"),
         ("qualty", "unknown benchmark 'qualty'; did you mean quality?; usage: python -m nash_mhc.bench step | parts |"),
         (
             "",
-            "unknown benchmark ''; usage: python -m nash_mhc.bench step | parts | kernels | compile | quality | corpus | "
-            "data | telemetry [flags of train]",
+            "unknown benchmark ''; usage: python -m nash_mhc.bench step | parts | kernels | compile | quality | corpus "
+            "[flags of train]",
         ),
     ],
 )
@@ -519,22 +425,3 @@ def test_help_names_the_benchmarks_and_each_its_own_flags(monkeypatch, capsys):
     assert stopped.value.code == 0
     assert all(flag in flags for flag in ("--seeds", "--variants", "--eval-rows", "--json", "--total-steps"))
     assert "--topology" not in flags
-
-
-def test_what_is_seen_of_a_run_is_timed_at_the_intervals_that_it_has_by_itself(monkeypatch):
-    from nash_mhc.bench.data import bench_telemetry
-    from nash_mhc.train.samples import Samples
-
-    plain = Samples.write
-    cfg = dataclasses.replace(
-        small.config(train__log_interval=5, train__eval_interval=50), telemetry=TelemetryConfig(sample_tokens=8)
-    )
-    found = bench_telemetry(cfg, steps=8)
-    assert Samples.write is plain
-    assert min(found["step_ms"], found["row_ms"], found["evaluation_row_and_pictures_ms"], found["sample_ms"]) > 0
-    events = found["evaluation_row_and_pictures_ms"] + found["sample_ms"]
-    share = found["row_ms"] / (5 * found["step_ms"]) + events / (50 * found["step_ms"])
-    assert found["share_of_the_step"] == pytest.approx(share)
-    assert found["kept"] == (share <= 0.01)
-    with pytest.raises(ConfigError, match="--steps must be at least 8, not 7"):
-        bench_telemetry(cfg, steps=7)

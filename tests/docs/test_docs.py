@@ -65,8 +65,6 @@ RUN_BY = {
     "bench parts": "test_bench_parts.py::test_figures_follow_from_one_another",
     "bench kernels": "test_bench_kernels.py::test_every_kernel_of_a_step_meets_its_plain_form_and_a_wrong_one_is_named",
     "bench compile": "test_bench.py::test_compiling_for_a_topology_reports_memory_and_collectives",
-    "bench data": "test_bench_data.py::test_bench_data_measures_every_part",
-    "bench telemetry": "test_bench.py::test_what_is_seen_of_a_run_is_timed_at_the_intervals_that_it_has_by_itself",
     "bench quality": "test_bench.py::test_the_comparison_as_json_and_as_a_table",
     "bench corpus": "test_bench_corpus.py::test_a_corpus_has_every_text_once_by_its_kind_and_is_the_same_every_time",
     "config.reference": "test_docs.py::test_the_page_of_all_keys_is_the_one_that_the_declarations_make",
@@ -224,8 +222,6 @@ def check(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "bench step",
         "bench parts",
         "bench kernels",
-        "bench data",
-        "bench telemetry",
         "bench compile",
         "bench quality",
     ):

@@ -129,21 +129,6 @@ def test_charts_zoom_together_and_share_a_cursor(tab: browser.Tab, two: list[Pat
     assert tab.complaints == []
 
 
-def test_what_a_reservoir_remembers_has_its_place(tab: browser.Tab, tmp_path: Path) -> None:
-    remembers = {"capacity": 83.449, "units": 512, "radius": 0.999447, "forgets": 3445, "watched": None}
-    curve = [[1, 1.0], [2, 1.0], [5, 0.9], [40, 0.3], [900, 0.01]]
-    folder = make_run(tmp_path / "run", [row(1), row(2)], remembers=remembers | {"curve": curve})
-    write_page([open_run(folder)], tmp_path / "page.html")
-    tab.see()
-    tab.open(f"file://{tmp_path}/page.html")
-    tiles = tab.run("[...document.querySelectorAll('section dl dd')].map(d => d.textContent)")
-    assert tiles == ["83.4 of 512 real units", "0.99945", "after 3,445 tokens"]
-    assert drawn(tab)["memory, run"] == len(curve)
-    assert tab.run("document.querySelector('[data-chart=\"memory, run\"]').textContent").count("ago") >= 3
-    assert tab.complaints == []
-    tab.picture(tmp_path / "page.png")
-
-
 def test_what_a_run_says_is_shown_as_text_and_a_mark_gives_its_command(tab: browser.Tab, tmp_path: Path) -> None:
     bad = "<img src=x onerror=alert(1)><script>alert(1)</script>"
     evals: list[dict[str, Any]] = [{"step": 4, "eval/loss": 2.0, "sample": f"</script>{bad}"}]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from nash_mhc.kits.reservoir import memory, model, ridge
+from nash_mhc.kits.reservoir import model, ridge
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
 from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.protocol import Activations, Architecture, AttentionShape, Execution
@@ -79,6 +79,5 @@ ARCHITECTURE = Architecture(
     attention=lambda cfg: AttentionShape(cfg.head_dim, cfg.window) if cfg.attention_every else None,
     activations=activations,
     random_weights=model.random_weights,
-    memory_capacity=lambda cfg: memory.memory(cfg)._asdict(),
     warm_start=ridge.warm_start,
 )

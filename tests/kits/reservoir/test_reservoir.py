@@ -304,7 +304,6 @@ def test_a_changed_random_generator_is_refused(learned, tmp_path):
     copy = shutil.copytree(unbroken.folder, tmp_path / "run")
     info = json.loads((copy / "run.json").read_text())
     assert info["drawn"]["numbers"] == 2 * 48 * (2 * 32 + 1)
-    assert info["remembers"]["units"] == 96 and 10 < info["remembers"]["capacity"] < 96  # which the report shows
     info["drawn"]["digest"] = "0" * 64
     (copy / "run.json").write_text(json.dumps(info))
     for go_on in (lambda: at(copy, cfg), lambda: load(copy)):
