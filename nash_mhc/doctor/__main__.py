@@ -11,18 +11,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from nash_mhc import __version__
 from nash_mhc.config.commands import OneLineParser, file_to_write, local_path, one_line_errors, run_path
 from nash_mhc.config.humanize import counted, duration
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.doctor.findings import OK, PROBLEM, SKIPPED, WARNING, Finding, IsolatedChecks, Lines, one_line
-from nash_mhc.doctor.machine import check_hidden_devices, check_memory, check_packages, device_packages
-from nash_mhc.doctor.trial import fast_compilation
+from nash_mhc.doctor.checks import check_accelerators, check_hidden_gpus, check_packages, installed_versions
+from nash_mhc.doctor.findings import PROBLEM, SKIPPED, WARNING, Finding, Lines, one_line, run_isolated
 
-_DEVICES = ("imports", "devices", "matmul", "all-reduce", "device memory")
+_CHECKS = "nash_mhc.doctor.checks"
+_DEVICES = ("imports", "devices", "matmul", "all-reduce")
 _REPORT = "please report this; the other checks do not depend on it"
+_SMOKE_PATIENCE = 5.0  # times the time limit: it compiles
+_FAST_COMPILATION = "--xla_backend_optimization_level=0"  # on a CPU: compile fast, run slowly
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -48,21 +49,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _guarded(check: str, run: Callable[[], Iterable[Finding] | None], lines: Lines) -> None:
-    """Show the findings of one check. If it raises, show that as a warning, so that the others still run."""
+    """Show the findings of one check. If it raises, show that as a finding, so that the others still run."""
     try:
         for finding in run() or ():
             lines.found(finding)
     except Exception as error:
-        lines.found(Finding(check, WARNING, f"the check failed ({type(error).__name__}: {one_line(error)})", _REPORT))
+        status = PROBLEM if isinstance(error, OSError) else WARNING  # such as: no directory for temporary files
+        lines.found(Finding(check, status, f"the check failed ({type(error).__name__}: {one_line(error)})", _REPORT))
 
 
-def _figures(lines: Lines, check: str) -> dict[str, Any]:
-    return next((f.figures for f in lines.findings if f.check == check and f.status == OK), {})
-
-
-def _smoke(isolated: IsolatedChecks, lines: Lines) -> None:
-    """Run the smoke test, unless a device check has failed: then it would fail the same way, minutes later."""
-    devices = _figures(lines, "devices")
+def _smoke(lines: Lines, limit_s: float) -> None:
+    """Run the smoke test, unless a check of the devices has failed: then it would fail the same way, minutes later."""
+    devices = lines.figures("devices")
     failed = [f.check for f in lines.findings if f.status in (PROBLEM, SKIPPED) and f.check in _DEVICES]
     if failed or not devices:
         lines.found(Finding("smoke test", SKIPPED, f"because of {failed[0] if failed else 'devices'}"))
@@ -71,34 +69,27 @@ def _smoke(isolated: IsolatedChecks, lines: Lines) -> None:
         text = "it needs all processes; train for 2 steps with the same launcher"
         lines.found(Finding("smoke test", SKIPPED, text))
         return
+    env = dict(os.environ)
+    if devices["platform"] == "cpu":
+        env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} {_FAST_COMPILATION}".strip()
     with tempfile.TemporaryDirectory(prefix="nash-mhc-doctor-", ignore_cleanup_errors=True) as scratch:
         settings = {"scratch": scratch, "platform": devices["platform"], "count": devices["count"]}
-        env = os.environ if devices["platform"] != "cpu" else fast_compilation(os.environ)
-        isolated.run("smoke", ["smoke test"], settings, env)
+        run_isolated(lines, f"{_CHECKS}:smoke_test", ["smoke test"], settings, _SMOKE_PATIENCE * limit_s, env)
 
 
 def examine(args: argparse.Namespace, lines: Lines) -> None:
-    isolated = IsolatedChecks(lines, args.timeout)
-    # An explicit directory is that of a run. Without one, runs are created below ./runs.
-    where = {"folder": args.folder or ".", "run_folder": args.folder or "runs/new"}
+    isolated = lambda function, checks, settings: run_isolated(
+        lines, f"{_CHECKS}:{function}", checks, settings, args.timeout, os.environ
+    )
     _guarded("packages", check_packages, lines)
-    _guarded("host memory", check_memory, lines)
-    try:
-        with tempfile.TemporaryFile() as file:
-            file.write(b"x")
-    except OSError as error:
-        remedy = "free space there, or set TMPDIR to a writable directory"
-        lines.found(Finding("temporary files", PROBLEM, one_line(error), remedy))
-        return  # the isolated checks log to temporary files
-    _guarded("accelerators", lambda: isolated.run("accelerators", ["accelerators"], {}, os.environ), lines)
-    _guarded("storage", lambda: isolated.run("storage", ["storage", "compilation cache"], where, os.environ), lines)
-    _guarded("devices", lambda: isolated.run("devices", _DEVICES, {}, os.environ), lines)
-    if devices := _figures(lines, "devices"):
-        accelerators = _figures(lines, "accelerators")
-        hidden = lambda: check_hidden_devices(accelerators, devices, device_packages(), os.environ)
-        _guarded("devices", hidden, lines)
+    _guarded("accelerators", check_accelerators, lines)
+    _guarded("storage", lambda: isolated("check_storage", ["storage"], {"folder": args.folder or "."}), lines)
+    _guarded("devices", lambda: isolated("check_devices", _DEVICES, {}), lines)
+    if devices := lines.figures("devices"):
+        gpus = lines.figures("accelerators").get("gpus", [])
+        _guarded("devices", lambda: check_hidden_gpus(gpus, devices, installed_versions(), os.environ), lines)
     if not args.quick:
-        _guarded("smoke test", lambda: _smoke(isolated, lines), lines)
+        _guarded("smoke test", lambda: _smoke(lines, args.timeout), lines)
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from sampled import long
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.doctor import __main__ as doctor
-from nash_mhc.doctor import machine
+from nash_mhc.doctor import checks
 from nash_mhc.doctor.findings import Finding
 
 ROOT = Path(__file__).parents[2]
@@ -76,30 +76,27 @@ def test_a_healthy_machine_is_found_to_be_so(here: Machine, tmp_path: Path) -> N
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
     code, found = here.examine("runs/new", "--json", str(file), XLA_FLAGS=flags)
     assert (code, problems(found)) == (0, [])
-    assert [status for status, _ in found["smoke test"]] == ["...", "ok"]
-    assert "compiling" in found["smoke test"][0][1]
+    assert [status for status, _ in found["smoke test"]] == ["ok"]
     written = json.loads(file.read_text())
     assert written["exit_code"] == 0
     figures = {one["check"]: one["figures"] for one in written["findings"] if one["status"] in ("ok", "warning")}
-    assert {"python", "packages", "versions", "host memory", "accelerators", "compilation cache", "imports"} <= set(figures)
+    assert {"packages", "accelerators", "imports", "storage"} <= set(figures)
+    assert "jax" in figures["packages"]
     assert (figures["devices"]["platform"], figures["devices"]["count"]) == ("cpu", 2)
     assert min(figures["matmul"]["rates"]) > 1e9
     assert figures["all-reduce"]["devices"] == 2
-    assert figures["all-reduce"]["rate"] == pytest.approx(figures["all-reduce"]["bytes"] / figures["all-reduce"]["seconds"])
-    assert min(figures["storage"]["write"], figures["storage"]["read"]) > 1e5
-    first, second = figures["smoke test"]["losses"]
-    assert 7 > first > second > 0
+    losses = figures["smoke test"]["losses"]
+    assert len(losses) == 3 and 7 > losses[0] > losses[1] > losses[2] > 0
 
 
 def test_a_folder_that_cannot_be_written_is_one_problem(here: Machine) -> None:
     here.is_light()
     (here.here / "notes.txt").write_text("mine")
-    code, found = here.examine("notes.txt/run", "--quick", JAX_COMPILATION_CACHE_DIR=None)
+    code, found = here.examine("notes.txt/run", "--quick")
     assert (code, problems(found)) == (1, ["storage"])
     ((_, text),) = found["storage"]
     assert "Not a directory" in text and "name another folder" in text
     assert found["matmul"][0][0] == "ok"  # the other checks still run
-    assert found["compilation cache"][0][0] == "warning" and "JAX_COMPILATION_CACHE_DIR" in found["compilation cache"][0][1]
 
 
 HIDDEN = """
@@ -116,16 +113,14 @@ def test_missing_and_broken_packages_are_named(here: Machine) -> None:
     here.is_light()
     here.has(sitecustomize=HIDDEN)
     code, found = here.examine()
-    assert (code, set(problems(found))) == (1, {"packages"})
-    texts = [text for _, text in found["packages"]]
-    assert len(texts) == 3
-    assert all(any(f"pip install {name}" in text for text in texts) for name in ("optax", "rich", "pyyaml"))
+    assert (code, problems(found)) == (1, ["imports"])
+    assert "No module named" in found["imports"][0][1] and "pip install --force-reinstall" in found["imports"][0][1]
     assert found["smoke test"] == [("not tried", "because of imports")]
 
     here.has(sitecustomize="", optax="raise AttributeError('this optax wants another jax')")
     code, found = here.examine()
     assert (code, problems(found)) == (1, ["imports"])
-    assert "optax cannot be imported" in found["imports"][0][1] and "another jax" in found["imports"][0][1]
+    assert "another jax" in found["imports"][0][1]
     assert "pip install --force-reinstall optax" in found["imports"][0][1]
 
 
@@ -153,7 +148,7 @@ def test_a_device_that_hangs_or_crashes_the_process_is_a_line(here: Machine, doe
     code, found = here.examine("--timeout", "40", JAX_PLATFORMS=None)
     assert (code, problems(found)) == (1, ["devices"])
     assert expected in found["devices"][0][1] and "end other processes that hold the device" in found["devices"][0][1]
-    assert [found[check][0][0] for check in ("matmul", "all-reduce", "device memory", "smoke test")] == ["not tried"] * 4
+    assert [found[check][0][0] for check in ("matmul", "all-reduce", "smoke test")] == ["not tried"] * 3
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
 
@@ -185,7 +180,7 @@ def test_a_driver_that_hangs_nvidia_smi_is_a_line(here: Machine) -> None:
     code, found = here.examine("--quick", "--timeout", "60", PATH=f"{here.packages}:{os.environ['PATH']}")
     assert (code, problems(found)) == (0, [])  # a run can use the CPU
     assert found["accelerators"][0][0] == "warning"
-    assert "no answer within 15 s while asking nvidia-smi; check the driver" in found["accelerators"][0][1]
+    assert "no answer within 15 s from nvidia-smi; check the driver" in found["accelerators"][0][1]
     assert found["devices"][0][0] == "ok"
 
 
@@ -206,16 +201,14 @@ def test_an_unexpected_error_in_a_check_does_not_stop_the_others(tmp_path: Path,
     def broken() -> list[Finding]:
         raise ZeroDivisionError("by a file of the system")
 
-    monkeypatch.setattr(doctor, "check_memory", broken)
-    monkeypatch.setattr(doctor.IsolatedChecks, "run", lambda *_: None)
+    monkeypatch.setattr(doctor, "check_accelerators", broken)
     lines = doctor.Lines()
-    doctor.examine(doctor.parse(["--quick"]), lines)
-    checks = {finding.check: finding.status for finding in lines.findings}
-    assert checks["host memory"] == "warning" and checks["packages"] == "ok"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    doctor.examine(doctor.parse([]), lines := doctor.Lines())
-    assert (lines.findings[-1].check, lines.findings[-1].status) == ("temporary files", "problem")
-    assert "TMPDIR" in lines.findings[-1].remedy
+    doctor.examine(doctor.parse(["--quick"]), lines)
+    checks = {finding.check: (finding.status, finding.text) for finding in lines.findings}
+    assert checks["accelerators"][0] == "warning" and "by a file of the system" in checks["accelerators"][1]
+    assert checks["packages"][0] == "ok"
+    assert checks["storage"][0] == "problem" and "gone" in checks["storage"][1]
 
 
 def installed(folder: Path, **versions: str) -> None:
@@ -226,49 +219,38 @@ def installed(folder: Path, **versions: str) -> None:
 
 
 def test_incompatible_versions_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(tmp_path, jaxlib="0.4.1", rich="1.0", jax_cuda13_plugin="0.4.1", jax_cuda12_plugin="0.4.1")
+    installed(tmp_path, jaxlib="0.4.1", rich="1.0", jax_cuda13_plugin="0.4.0")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = [finding for finding in machine.check_packages() if finding.status != "ok"]
+    found = [finding for finding in checks.check_packages() if finding.status != "ok"]
     lines = "\n".join(f"{finding.status} {finding.text}; {finding.remedy}" for finding in found)
-    assert "problem rich is 1.0, and this package needs >=13.7; pip install 'rich>=13.7'" in lines
-    assert "problem jaxlib is 0.4.1, and jax " in lines
-    assert "problem jax-cuda13-plugin is 0.4.1, and jax " in lines
-    assert "warning JAX is installed for cuda12 and cuda13 at once" in lines
+    assert "problem rich is 1.0, and nash_mhc needs >=13.7; pip install 'rich>=13.7'" in lines
+    assert "problem jaxlib is 0.4.1, and jax needs" in lines
+    assert "problem jax-cuda13-plugin is 0.4.0, and jaxlib is 0.4.1: JAX would not use it; pip install --upgrade jax" in lines
 
 
 def test_an_accelerator_that_jax_does_not_see_is_reported_with_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559, 4'\necho 'NVIDIA H100, 81559, 70000'\n")
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H100'\necho 'NVIDIA H100'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    first, second = machine.check_accelerators()
-    assert (first.status, first.text) == ("ok", "2 x NVIDIA H100")
-    assert second.status == "warning" and second.text.startswith("GPU 1: 73.4 GB of 85.5 GB")
+    (found,) = checks.check_accelerators()
+    assert (found.status, found.text) == ("ok", "2 x NVIDIA H100")
 
-    def compared(seen: dict, parts: tuple[str, ...] = (), **env: str) -> list[tuple[str, str]]:
-        return [(f.text, f.remedy) for f in machine.check_hidden_devices(first.figures, seen, list(parts), env)]
+    def compared(gpus: list[str], seen: dict, parts: tuple[str, ...] = (), **env: str) -> list[tuple[str, str]]:
+        return [(f.text, f.remedy) for f in checks.check_hidden_gpus(gpus, seen, dict.fromkeys(parts, "1"), env)]
 
-    cpu, cuda = {"platform": "cpu", "local": 1}, ("jax-cuda13-plugin",)
-    assert compared(cpu, cuda, JAX_PLATFORMS="cpu")[0][1] == "unset JAX_PLATFORMS"
-    assert compared(cpu, cuda, CUDA_VISIBLE_DEVICES="")[0][1] == "unset CUDA_VISIBLE_DEVICES"
-    assert "pip install 'nash_mhc[cuda]'" in compared(cpu)[0][1]
-    assert "JAX does not say why" in compared(cpu, cuda)[0][0]
-    assert compared({"platform": "gpu", "local": 1}, cuda, CUDA_VISIBLE_DEVICES="0")[0][0] == "JAX sees 1 of 2 GPUs"
-    assert compared({"platform": "gpu", "local": 2}, cuda) == []
-    ((text, _),) = [(f.text, f.remedy) for f in machine.check_hidden_devices({}, cpu, list(cuda), {})]
+    gpus, cpu, cuda = found.figures["gpus"], {"platform": "cpu", "local": 1}, ("jax-cuda13-plugin",)
+    assert compared(gpus, cpu, cuda, JAX_PLATFORMS="cpu")[0][1] == "unset JAX_PLATFORMS"
+    assert compared(gpus, cpu, cuda, CUDA_VISIBLE_DEVICES="")[0][1] == "unset CUDA_VISIBLE_DEVICES"
+    assert "pip install 'nash_mhc[cuda]'" in compared(gpus, cpu)[0][1]
+    assert "JAX does not say why" in compared(gpus, cpu, cuda)[0][0]
+    assert compared(gpus, {"platform": "gpu", "local": 1}, cuda, CUDA_VISIBLE_DEVICES="0")[0][0] == "JAX sees 1 of 2 GPUs"
+    assert compared(gpus, {"platform": "gpu", "local": 2}, cuda) == []
+    ((text, _),) = compared([], cpu, cuda)
     assert text == "JAX is installed for CUDA, but there is no GPU"
 
     tool.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'\nexit 18\n")
-    first, _ = machine.check_accelerators()
-    assert first.status == "warning" and "version mismatch" in first.text and "driver" in first.remedy
-    (tmp_path / "vfio").mkdir()
-    (tmp_path / "vfio" / "0").touch()
-    bus = tmp_path / "bus"
-    for card, kind in (("nic", "0x020000"), ("tpu", "0x120000")):
-        assert machine.tpu_chips(tmp_path, bus) == 0
-        (bus / card).mkdir(parents=True)
-        (bus / card / "vendor").write_text("0x1ae0\n")
-        (bus / card / "class").write_text(f"{kind}\n")
-    assert machine.tpu_chips(tmp_path, bus) == 1
+    (found,) = checks.check_accelerators()
+    assert found.status == "warning" and "version mismatch" in found.text and "driver" in found.remedy
