@@ -81,9 +81,9 @@ _TOGETHER = {
 }
 # They begin first, then the files that take longest, so that at the end there are many short ones for whoever is free.
 _LONGEST = (
-    "verify_resume notebooks bench first_hour incremental distill recursive quantized kits plan_memory lora reservoir "
+    "notebooks bench first_hour incremental distill recursive quantized kits plan_memory lora reservoir "
     "value_embedding gradients_agree puzzle_runs plan run resume tuning generate puzzle_objective preflight trainable "
-    "restore_check new_mixer objectives fuzz bad_input bench_parts residual_streams loader weights start multiscale inside "
+    "new_mixer objectives fuzz bad_input bench_parts residual_streams loader weights start multiscale inside "
     "distill_loss mesh puzzles streamed_rows hub_round_trip object_store spread attend_triton rates prepare nash lm "
     "extending quantize report_browser pairs"
 )

@@ -144,7 +144,7 @@ class Command(NamedTuple):
 
 
 WITH_COMMANDS = ("data", "checkpoint", "bench", "hub", "distill")  # `data prepare`
-OTHER_WORK = ("--verify-resume", "--print-config", "--help", "--live")  # with these, a command does something else
+OTHER_WORK = ("--print-config", "--help", "--live")  # with these, a command does something else
 # To the end of the line, or to a quote that another command has opened around it.
 _OURS = re.compile(r"""\b(?:python -m (?:nash_mhc|tests)\b|nash-mhc\s|(?<![\w/-])make\s)(?:"[^"]*"|'[^']*'|[^"'])*""")
 _THEIRS = re.compile(r"(gcloud|gsutil|kubectl|srun|sbatch|sudo|docker|wandb)\b.*")  # never run by a test

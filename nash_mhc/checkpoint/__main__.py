@@ -1,18 +1,16 @@
-"""`python -m nash_mhc.checkpoint list | inspect | verify | restore-test DIR`: look at checkpoints on any machine."""
+"""`python -m nash_mhc.checkpoint list | inspect | verify DIR`: look at checkpoints on any machine."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nash_mhc.checkpoint import manifest
-from nash_mhc.checkpoint.run_folder import CHECKPOINTS, RunFolder
+from nash_mhc.checkpoint.run_folder import RunFolder
 from nash_mhc.config.commands import OneLineParser, chosen_command, module_command, one_line_errors, run_path
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.storage import files
@@ -23,7 +21,6 @@ ABOUT = {
     "list": "list all checkpoints with size, held-out loss and state",
     "inspect": "show a checkpoint: metrics, manifest hash, and the shape of every array",
     "verify": "compare every file with its hash; exit code 1 if any differs",
-    "restore-test": "restore a checkpoint on one CPU device and check every array; exit code 1 on failure",
 }
 USAGE = f"python -m nash_mhc.checkpoint {' | '.join(ABOUT)} DIR"
 
@@ -141,22 +138,13 @@ def verify_command(folder: Folder, step: int | None) -> int:
     return 1 if damaged or not manifest.saved_steps(folder) else 0
 
 
-def restore_test_command(folder: Folder, step: int | None) -> int:
-    if folder.name != CHECKPOINTS:
-        raise ConfigError(f"{folder}: must be named {CHECKPOINTS}; rename it")
-    checkpoint = _last(folder, step)
-    # In another process, to hide the accelerators, and because this package must not import models.
-    argv = [sys.executable, "-m", "nash_mhc.train.verify_resume", "restore-test", str(folder.parent), checkpoint.name]
-    return subprocess.run(argv, env=os.environ | {"JAX_PLATFORMS": "cpu"}, check=False).returncode
-
-
-COMMANDS = {"list": list_command, "inspect": inspect_command, "verify": verify_command, "restore-test": restore_test_command}
+COMMANDS = {"list": list_command, "inspect": inspect_command, "verify": verify_command}
 
 
 def parse(command: str, argv: Sequence[str]) -> tuple[Folder, int | None]:
     parser = OneLineParser(prog=f"python -m nash_mhc.checkpoint {command}", allow_abbrev=False, description=ABOUT[command])
     parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="run directory")
-    default = "latest" if command in ("inspect", "restore-test") else "all"
+    default = "latest" if command == "inspect" else "all"
     parser.add_argument("--step", type=int, metavar="K", help=f"checkpoint step [{default}]")
     args = parser.parse_strictly(argv, "give only one folder")
     if not args.folder:

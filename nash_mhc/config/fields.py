@@ -24,12 +24,13 @@ class ConfigError(ValueError):
         return [f"error: {self}"]
 
 
-# Removed keys -> what to do instead. Runs that recorded them still load.
+# Removed keys and flags -> what to do instead. Runs that recorded them still load.
 REMOVED = {
     "model.sinkhorn_iterations": "the mixing of streams converges without it; leave it out",
     "objective.label_smoothing": "leave it out for --objective next_token, or register an objective with smoothing",
     "task": "bench quality compares on text",
     "picture": "--json FILE writes all figures",
+    "verify_resume": "`python -m nash_mhc.doctor` trains, saves and resumes a small model on this machine",
 }
 
 

@@ -29,7 +29,6 @@ from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
 from nash_mhc.train.inputs import join, resolve
 from nash_mhc.train.samples import TEMPERATURE
 from nash_mhc.train.trainer import Result, run
-from nash_mhc.train.verify_resume import STEPS, verify_resume
 
 
 def _show_sample(sample: str) -> None:
@@ -64,8 +63,6 @@ def _unrecorded_flags(parsed: Parsed) -> list[str]:
 
 
 def _own_flags(group: argparse._ArgumentGroup) -> None:
-    text = f"verify exact resume: train {STEPS} steps; kill and resume the run, on the same mesh and on another one"
-    group.add_argument("--verify-resume", action="store_true", help=text)
     text = "use the mesh, remat and gradient accumulation with the highest estimated speed on these devices"
     group.add_argument("--mesh-auto", action="store_true", help=text)
     group.add_argument(
@@ -96,8 +93,6 @@ def _start(parsed: Parsed) -> int:
         if jax.process_index() > 0:
             logs.silence()
         cfg = fastest_here(cfg, parsed.given)
-    if parsed.own.verify_resume:
-        return verify_resume(cfg)
     if parsed.print_config:
         resolved, _ = resolve(cfg)
         before, after = leaves(parsed.config.to_dict()), leaves(resolved.to_dict())

@@ -188,6 +188,11 @@ def test_a_removed_key_is_answered_by_what_to_do(argv, write):
         parsing.parse(argv)
 
 
+def test_a_removed_flag_is_answered_by_what_to_do():
+    with pytest.raises(ConfigError, match="unknown flag --verify-resume: verify_resume was removed; nash-mhc doctor"):
+        parsing.parse(["--verify-resume"])
+
+
 def test_a_recorded_configuration_with_a_removed_key_still_loads():
     values = RunConfig().to_dict()
     values["model"]["sinkhorn_iterations"] = 20

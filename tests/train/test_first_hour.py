@@ -164,8 +164,8 @@ def test_home_is_expanded_wherever_a_path_is_written(tmp_path, monkeypatch, caps
 
 def test_flags_may_be_written_with_underscores():
     assert parsing.parse(["--learning_rate", "0.5", "--mesh_data=2", "--no-model_qk_norm"]).config.optim.learning_rate == 0.5
-    parsed = parsing.parse(["--verify_resume"], own=train._own_flags)
-    assert parsed.own.verify_resume
+    parsed = parsing.parse(["--no_preflight"], own=train._own_flags)
+    assert parsed.own.no_preflight
     with pytest.raises(ConfigError, match="unknown flag --learning_rat; did you mean --learning-rate"):
         parsing.parse(["--learning_rat", "1"])
 
@@ -194,7 +194,7 @@ def test_the_package_itself_says_what_there_is_and_its_version(monkeypatch, caps
     assert err.startswith("error: unknown command 'trian'; did you mean train?")
     with pytest.raises(SystemExit):
         call("checkpoint", "--help")
-    assert "restore-test" in capsys.readouterr().out
+    assert "verify" in capsys.readouterr().out
 
 
 @pytest.fixture

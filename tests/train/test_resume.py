@@ -20,7 +20,7 @@ from nash_mhc.config.schema import TrainConfig
 from nash_mhc.train import run
 from nash_mhc.train.inferred_settings import infer_settings, recorded_settings
 from nash_mhc.train.resume import check_resume, starting_state
-from nash_mhc.train.verify_resume import wanted_state
+from nash_mhc.train.state import sharded_abstract_state
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def test_the_weights_are_the_saved_ones_bit_for_bit_and_the_rest_is_new(base, tm
     mesh = small.make_mesh(cfg.mesh)
     with Store(tmp_path / "new") as store, Store(base.folder) as other:
         start = starting_state(cfg, mesh, store)
-        saved, _ = other.restore(4, wanted_state(base.folder / "checkpoints" / "4"))
+        saved, _ = other.restore(4, sharded_abstract_state(RunFolder(base.folder).config(), mesh))
     fresh = small.start(cfg, mesh)
     assert (start.step, int(start.state.step)) == (0, 0)
     assert_equal_states(start.state.model, saved.model, rtol=0, atol=0)
