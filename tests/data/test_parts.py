@@ -1,4 +1,4 @@
-"""Train, validation and test parts: disjoint, with near-duplicates counted."""
+"""Train, validation and test parts: disjoint."""
 
 import json
 import os
@@ -15,8 +15,6 @@ from corpora import BYTES, prepared, texts, write_jsonl
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data.documents.holdout import EVALUATED, TESTED, TRAINED_ON, by_share, survey
 from nash_mhc.data.pack import RowSource
-from nash_mhc.data.prepared.chunks import near_key
-from nash_mhc.data.prepared.folder import Manifest
 from nash_mhc.data.sources import open_held_out, open_source, open_test
 
 PARTS = ("train", "validation", "test")
@@ -143,43 +141,3 @@ def test_impossible_test_splits_are_refused(tmp_path: Path, settings: dict[str, 
     assert [p.name for p in tmp_path.iterdir()] == ["a.jsonl"]
     with pytest.raises(ConfigError, match="--dataset stories: has no test split; leave out --test-fraction"):
         open_test(DataConfig(test_fraction=0.1), BYTES)
-
-
-# --- near-identical documents ----------------------------------------------------------------------------------------
-
-
-def test_near_key_ignores_case_spaces_and_punctuation() -> None:
-    near = ["Is it 5 o'clock?", "is it 5 oclock", "IS-IT 5: O CLOCK!", "is_it—5\u00a0o\u2019clock…"]
-    assert len({near_key(text) for text in near}) == 1
-    assert len({near_key(text) for text in ("is it 6 oclock", "Is it 5 o'clöck?", "is it 5 oclockk", near[0])}) == 4
-    assert near_key("Ünïcode, ÉTÉ") == near_key("ünïcode été")
-    assert near_key("東京、タワー。") == near_key("東京タワー") != near_key("東京")
-    assert near_key("?! --") == near_key("") == 0  # nothing to compare
-
-
-@pytest.mark.parametrize("chunk", [None, 2000])
-def test_near_duplicates_in_other_parts_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> None:
-    if chunk:
-        monkeypatch.setattr("nash_mhc.data.recipe._SMALLEST", chunk)
-    every = documents(160, 0)
-    near = [text.upper().replace(" ", " - ") for text in every[:100]]
-    file = write_jsonl(tmp_path / "a.jsonl", every + near)
-    manifest = prepared(tmp_path / "out", file, validation_fraction=0.1, test_fraction=0.1)
-    found = {name: {near_key(text): text for text in texts(tmp_path / "out", name)} for name in PARTS}
-    wanted = [
-        sum(any(near_key(text) in found[other] for other in PARTS if other != name) for text in texts(tmp_path / "out", name))
-        for name in PARTS[1:]
-    ]
-    assert min(wanted) > 3
-    line = manifest.summary().splitlines()[-1]
-    assert line == (
-        "near-duplicates of documents in another split (ignoring case, spaces and punctuation): "
-        f"{wanted[0]} documents of validation, {wanted[1]} documents of test"
-    )
-    source = open_source(DataConfig(dataset=str(tmp_path / "out")), BYTES, split="train", seed=0, align=8)
-    assert source.held_out.endswith(line)  # which a run says when it begins
-    assert not list((tmp_path / "out").glob("chunk-*"))
-    if chunk:
-        assert len(manifest.splits["train"].shards) > 5
-    prepared(tmp_path / "apart", write_jsonl(tmp_path / "b.jsonl", every), test_fraction=0.1)
-    assert "near_identical" not in Manifest.read(tmp_path / "apart").about

@@ -5,7 +5,6 @@ Needs no network, account or accelerator. The whole walk is long; a stopped run'
 
 import dataclasses
 import functools
-import json
 import os
 import re
 import shlex
@@ -190,27 +189,6 @@ def test_what_refusals_propose(tmp_path):
     walk(f"{python('train', 'run')} {flags}", tmp_path, depth=0)
     walk(python("plan", *TINY, "--chip", "cpu"), tmp_path, depth=1)
     assert typed(python("doctor", "--quick"), tmp_path)[0] in (0, 1)
-
-
-@pytest.mark.long
-def test_what_data_of_an_earlier_version_propose(tmp_path):
-    """Also if a file sets the dataset: the note about that is not part of the command."""
-    write_jsonl(tmp_path / "my stories.jsonl", stories(60))
-    data = ["--dataset", "my stories.jsonl", *TINY]
-    walk(python("data", "train-bpe", *data, "--vocab-size", "280", "--out", "tok"), tmp_path, depth=0)
-    walk(python("data", "prepare", *data, "--tokenizer", "tok", "--out", "my data"), tmp_path, depth=0)
-    manifest = tmp_path / "my data" / "manifest.json"
-    values = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(values | {"version": 1}))
-    (tmp_path / "run.yaml").write_text("data:\n  dataset: my data\n  seq_len: 32\n")
-    start = python("train", "--config", "run.yaml", *TINY[: TINY.index("--seq-len")], *TINY[TINY.index("--sample-tokens") :])
-    code, said = typed(start, tmp_path)
-    assert code == 2
-    (command,) = proposed(said)
-    walk(command, tmp_path, depth=0)
-    again = json.loads(manifest.read_text())
-    assert {**again, "about": None} == {**values, "about": None}
-    walk(start, tmp_path, depth=0)
 
 
 # --- runs that end early, in this process -------------------------------------------------------------------------

@@ -1,8 +1,4 @@
-"""Chunks of a corpus, the shards made from one chunk, and counts of documents that are nearly equal across parts.
-
-Any process can make any chunk. Each chunk leaves a file with 16 bytes per document; at the end, the keys of held-out
-documents are loaded and those of all others are streamed past them.
-"""
+"""Chunks of a corpus, and the shards made from one chunk. Any process can make any chunk."""
 
 from __future__ import annotations
 
@@ -18,9 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nash_mhc.config.humanize import counted
 from nash_mhc.data.documents.files import Corpus
-from nash_mhc.data.documents.holdout import PARTS, TRAINED_ON, HeldOut, key_of
+from nash_mhc.data.documents.holdout import HeldOut, key_of
 from nash_mhc.data.documents.records import Raw
 from nash_mhc.data.pack import Piece, aligned_length, pack_pieces
 from nash_mhc.data.prepared.folder import RowFormat, check_files, write_file
@@ -60,9 +55,6 @@ class Job:
     def note_file(self, chunk: int) -> Path:
         return self.folder / f"chunk-{chunk:05d}.json"
 
-    def keys_file(self, chunk: int) -> Path:
-        return self.folder / f"chunk-{chunk:05d}.keys"
-
 
 def read_chunks(corpus: Corpus, recipe: Recipe) -> Iterator[Chunk]:
     """Yield the corpus in chunks of `chunk_bytes`, each of one split."""
@@ -97,11 +89,6 @@ def make_chunk(job: Job, chunk: Chunk) -> dict[str, Any]:
     for part in sorted({*parts}):
         of_part = [piece for piece, other in zip(pieces, parts, strict=True) if other == part]
         note["splits"][names[part]] = _write_shard(job, chunk, names[part], of_part, documents)
-    whole = [d for d in documents if d.raw.opens and d.raw.closes and not rule.by_piece]
-    near = [near_key("".join(span.text for span in document.spans)) for document in whole]
-    of_documents = [names.index(chunk.split, 1) if is_own else rule.part_of(document.key) for document in whole]
-    keyed = [(key, part) for key, part in zip(near, of_documents, strict=True) if key]
-    write_file(job.keys_file(chunk.number), _npy(np.array(keyed, np.uint64).reshape(-1, 2)))
     write_file(job.note_file(chunk.number), json.dumps(note).encode())
     return note
 
@@ -114,7 +101,6 @@ def read_note(job: Job, chunk: int) -> dict[str, Any] | None:
             return None
         shards = [part["shard"] for part in note["splits"].values()]
         hashes = {f"{s['name']}.rows": (None, s["sha256"]) for s in shards}
-        job.keys_file(chunk).stat()
         check_files(job.folder, hashes | {f"{s['name']}.origins": (None, s["origins_sha256"]) for s in shards})
     except (OSError, *MALFORMED):
         return None
@@ -150,38 +136,6 @@ def _write_shard(job: Job, chunk: Chunk, split: str, pieces: list[Piece], docume
         "most_documents": max(map(len, rows), default=0),
         "room": aligned_length(stored, recipe["align"]) if job.is_dense else None,
     }
-
-
-_NEAR_DUPLICATES = "near-duplicates of documents in another split (ignoring case, spaces and punctuation)"
-_ASCII_SEPARATORS = bytes(byte for byte in range(128) if not chr(byte).isalnum())
-_SEPARATORS = re.compile(r"[\W_]+")
-
-
-def near_key(text: str) -> int:
-    """Return a key of the letters and digits alone, without case, spaces and punctuation; 0 if there are none."""
-    letters = text.lower().encode("utf-8").translate(None, _ASCII_SEPARATORS)  # fast, and enough for ASCII
-    if not letters.isascii():
-        letters = _SEPARATORS.sub("", letters.decode("utf-8")).encode("utf-8")
-    return key_of([letters]) if letters else 0
-
-
-def describe_near_duplicates(files: Sequence[Path], names: Sequence[str]) -> str:
-    """Return a message with the number of near-duplicates in each held-out split (`names`); empty if there are none."""
-    if not files:
-        return ""
-    keys, parts = np.concatenate([table[table[:, 1] != TRAINED_ON] for table in map(np.load, files)]).T
-    known, which = np.unique(keys, return_inverse=True)
-    is_in = np.zeros((len(PARTS), len(known)), bool)  # does a part have a document with this key?
-    is_in[parts, which] = True
-    for file in files if len(known) else ():
-        table = np.load(file)
-        trained = table[table[:, 1] == TRAINED_ON, 0]
-        at = np.searchsorted(known, trained).clip(max=len(known) - 1)
-        is_in[TRAINED_ON, at[known[at] == trained]] = True
-    in_several = is_in.sum(axis=0)[which] > 1
-    counts = [(int((in_several & (parts == part)).sum()), names[part]) for part in PARTS[1:]]
-    described = ", ".join(f"{counted(count, 'document')} of {name}" for count, name in counts if count)
-    return f"{_NEAR_DUPLICATES}: {described}" if described else ""
 
 
 def with_one_piece_held_out(job: Job, notes: Sequence[dict[str, Any]]) -> Job | None:

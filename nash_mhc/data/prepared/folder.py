@@ -20,28 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from nash_mhc.config.commands import module_command
 from nash_mhc.config.humanize import counted
-from nash_mhc.config.schema import TEMPLATE, ConfigError, DataConfig, ModelConfig
+from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.documents.files import counted_endings
 from nash_mhc.data.pack import NothingHeldOut, Rows, RowSource, StoredRows, unpack
-from nash_mhc.storage.files import check_types, digest_of, digests_of_files, read_json, reading, table, write_atomic
+from nash_mhc.storage.files import check_types, digest_of, digests_of_files, read_json, reading, write_atomic
 
 FILE = "manifest.json"
-_DEFAULT_ALIGN = ModelConfig().alignment
 VERSION = 3  # of the file format; other versions cannot be read
 _AGAIN = "prepare the data again"
-
-
-class OlderForm(ConfigError):
-    """A folder prepared by an earlier version, with `recipe` and `files` of its manifest."""
-
-    def __init__(self, folder: Path, values: dict[str, Any]) -> None:
-        self.recipe, self.files = table(values, "recipe"), values.get("files") or []
-        super().__init__(
-            f"{folder}: was prepared by an earlier version (form {values['version']}, this one reads {VERSION}), which also "
-            f"trained on parts of held-out documents; prepare it again: {again_command(folder, values)}"
-        )
 
 
 class Damaged(ConfigError):
@@ -79,7 +66,7 @@ class Manifest:
     splits: dict[str, Split]
     bytes: int  # of text
     empty: int  # skipped documents without text
-    about: dict[str, Any]  # metadata that does not affect the rows: dataset, ignored files, notes
+    about: dict[str, Any]  # metadata that does not affect the rows: dataset, ignored files, held-out documents
 
     @property
     def identity(self) -> str:
@@ -87,9 +74,9 @@ class Manifest:
         return digest_of({k: v for k, v in self.to_dict().items() if k != "about"})
 
     @property
-    def notes(self) -> list[str]:
-        """Notes on held-out documents and near-duplicates."""
-        return [note for name in ("held_out", "near_identical") if (note := self.about.get(name))]
+    def held_out(self) -> str:
+        """A description of the held-out documents; empty if there are none."""
+        return self.about.get("held_out") or ""
 
     def padding(self, split: str) -> float:
         """Return the share of slots without text."""
@@ -106,7 +93,7 @@ class Manifest:
                 f"{counted(split.rows, 'sequence')} of {self.recipe['seq_len']}, {self.padding(name):.1%} padding, "
                 f"{counted(len(split.shards), 'shard')}"
             )
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, *filter(None, [self.held_out])])
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": VERSION, **dataclasses.asdict(self)}
@@ -135,7 +122,7 @@ class Manifest:
                     raise ValueError(f"{shard.name!r} is not in this folder")
         if not all(isinstance(name, str) for name in self.files):
             raise TypeError("files must be names")
-        kinds = {"held_out": str, "near_identical": str, "dataset": str, "left_out": dict}
+        kinds = {"held_out": str, "dataset": str, "left_out": dict}
         check_types(self.about, **{name: kind for name, kind in kinds.items() if self.about.get(name) is not None})
 
     def write(self, folder: Path) -> None:
@@ -145,29 +132,10 @@ class Manifest:
     def read(folder: Path) -> Manifest:
         values = read_json(folder / FILE, _AGAIN, Damaged)
         with reading(folder / FILE, _AGAIN, Damaged):
-            if values["version"] < VERSION:
-                raise OlderForm(folder, values)
-            if values["version"] > VERSION:
-                raise ConfigError(
-                    f"{folder / FILE}: has format version {values['version']}, not {VERSION}; update nash_mhc, or {_AGAIN}"
-                )
+            if (version := values["version"]) != VERSION:
+                remedy = "update nash_mhc" if version > VERSION else "remove the folder and prepare the data again"
+                raise ConfigError(f"{folder / FILE}: has format version {version}, not {VERSION}; {remedy}")
             return Manifest.from_dict(values)
-
-
-def again_command(folder: Path, values: dict[str, Any]) -> str:
-    """Return the command that prepares the data of a manifest again, with a placeholder if its dataset is unknown."""
-    recipe, files = values.get("recipe") or {}, values.get("files") or ["..."]
-    dataset = (values.get("about") or {}).get("dataset") or (files[0] if len(files) == 1 else f"FOLDER_WITH_{files[0]}")
-    words = ["prepare", "--dataset", dataset]
-    defaults = {f.name: f.default for f in dataclasses.fields(DataConfig)} | {"format": "text", "template": TEMPLATE}
-    for name in (name for name in recipe if name in defaults and recipe[name] != defaults[name] and name != "tokenizer"):
-        value = str(recipe[name]).replace("\n", "\\n").replace("\t", "\\t")
-        words += [f"--{name.replace('_', '-')}", value]
-    if (align := recipe.get("align", _DEFAULT_ALIGN)) != _DEFAULT_ALIGN:
-        words += ["--model-scales", "1"] if align == 1 else ["--model-scales", "2", "--model-ratio", str(align)]
-    if (folder / "tokenizer").exists():
-        words += ["--tokenizer", str(folder / "tokenizer")]
-    return module_command("nash_mhc.data", *words, "--out", str(folder))
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -290,7 +258,7 @@ class PreparedRows(RowSource):
             kind = NothingHeldOut if split == recipe["eval_split"] and not recipe["validation_fraction"] else ConfigError
             remedy = "add text, lower --seq-len, raise --validation-fraction or choose another split"
             raise kind(f"--dataset {self.name}: has no rows of split {split!r} (splits: {present}); {remedy}")
-        self.identity, self.held_out = self.manifest.identity, "; ".join(self.manifest.notes)
+        self.identity, self.held_out = self.manifest.identity, self.manifest.held_out
         self.form = RowFormat(recipe["seq_len"], recipe["tokenizer"]["vocab_size"], recipe["tokenizer"]["end"])
         self.shards = splits[split].shards
         self.most_documents = splits[split].most_documents + 1  # padding counts as one

@@ -26,13 +26,12 @@ from nash_mhc.data.documents.holdout import survey
 from nash_mhc.data.prepared.chunks import (
     Chunk,
     Job,
-    describe_near_duplicates,
     make_chunk,
     read_chunks,
     read_note,
     with_one_piece_held_out,
 )
-from nash_mhc.data.prepared.folder import FILE, Manifest, OlderForm, Shard, Split, write_file
+from nash_mhc.data.prepared.folder import FILE, Manifest, Shard, Split, write_file
 from nash_mhc.data.recipe import Recipe, alignment_wastes_space, document_of, read_split
 from nash_mhc.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from nash_mhc.data.workers import begin_worker, starting_workers
@@ -61,7 +60,7 @@ def prepare(
     with _write_errors(out, partial):
         out.parent.mkdir(parents=True, exist_ok=True)
         with _exclusive(partial):
-            if (existing := _existing(out, recipe, corpus)) is not None:
+            if (existing := _existing(out, recipe)) is not None:
                 return existing
             _remove_leftovers(partial, recipe)
             try:
@@ -77,25 +76,18 @@ def prepare(
             for extra in (partial / RECIPE, *partial.glob("chunk-*"), *partial.glob("*.part")):
                 extra.unlink()
             if out.is_dir():
-                shutil.rmtree(out)  # empty, or written by an earlier version
+                out.rmdir()
             partial.rename(out)
             return manifest
 
 
-def _existing(out: Path, recipe: Recipe, corpus: Corpus) -> Manifest | None:
+def _existing(out: Path, recipe: Recipe) -> Manifest | None:
     """Return the manifest of data prepared by the same recipe; None if there is none, ConfigError for other data."""
     if not (out / FILE).exists():
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"--out {out}: already exists, but is not prepared data; choose another folder")
         return None
-    try:
-        manifest = Manifest.read(out)
-    except OlderForm as older:
-        # Later versions read more kinds of text files, so the content may differ, but all old files must be present.
-        if older.recipe.get("content") != recipe["content"] and not {*older.files} < {*corpus.files}:
-            raise ConfigError(f"{out}: contains other data; choose another --out, or remove the folder first") from None
-        return None
-    if manifest.recipe != recipe:
+    if (manifest := Manifest.read(out)).recipe != recipe:
         raise ConfigError(f"{out}: contains other data ({_difference(manifest.recipe, recipe)}); choose another --out")
     return manifest
 
@@ -127,8 +119,6 @@ def _make_shards(
         splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals, most_documents=most, room=room)
     totals = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
     about = {"dataset": dataset, "left_out": corpus.left_out, "held_out": _describe_held_out(job, splits)}
-    if near := describe_near_duplicates([job.keys_file(number) for number in range(len(notes))], job.part_names):
-        about["near_identical"] = near
     return Manifest(job.recipe, corpus.files, splits, **totals, about=about)
 
 
