@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nash_mhc.config.schema import DataConfig, LoraConfig, OptimConfig, PrecisionConfig, RunConfig, TrainConfig
+from nash_mhc.config.schema import DataConfig, PrecisionConfig, RunConfig, TrainConfig
 from nash_mhc.estimate.memory import Memory, estimate
 from nash_mhc.estimate.roofline import Speed, speed
 from nash_mhc.model.architectures import architecture_of, for_platform
@@ -21,7 +21,6 @@ _REMATS: tuple[Remat, ...] = (("none", None), ("dots", "ffn-up"), ("dots", None)
 # For weights and moments that do not fit in float32: the precision that costs least first.
 _SMALLER = (PrecisionConfig(moments_dtype="bfloat16"), PrecisionConfig(weights_dtype="bfloat16", moments_dtype="bfloat16"))
 _MAX_ACCUM = 64  # microbatches per step
-_WEIGHTS, _MOMENTS = "precision.weights_dtype", "precision.moments_dtype"
 _MAX_TP = 16  # tp stays within the fast links
 
 
@@ -42,10 +41,10 @@ class Candidate:
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings to add to the user's own."""
-        cfg = self.cfg
-        found = layout_settings(self.mesh, cfg.data, cfg.train, cfg.precision)
-        left_out = {"data.seq_len": cfg.data.seq_len, "train.remat_keep": None, _WEIGHTS: "float32", _MOMENTS: "float32"}
-        return {key: value for key, value in found.items() if key not in left_out or value != left_out[key]}
+        layout, precision = layout_settings(self.mesh, self.cfg.data, self.cfg.train), self.cfg.precision
+        dtypes = {"weights_dtype": precision.weights_dtype, "moments_dtype": precision.moments_dtype}
+        lower = {f"precision.{name}": dtype for name, dtype in dtypes.items() if dtype != "float32"}
+        return {key: value for key, value in layout.items() if value is not None} | lower
 
     @property
     def is_float32(self) -> bool:
@@ -53,24 +52,14 @@ class Candidate:
         return self.cfg.precision == PrecisionConfig()
 
 
-def layout_settings(
-    mesh: Mapping[str, int], data: DataConfig, train: TrainConfig, precision: PrecisionConfig
-) -> dict[str, Any]:
-    """Return the settings in which layouts and smaller runs differ."""
+def layout_settings(mesh: Mapping[str, int], data: DataConfig, train: TrainConfig) -> dict[str, Any]:
+    """Return the settings in which layouts differ."""
     return {f"mesh.{axis}": size for axis, size in mesh.items()} | {
         "data.batch_size": data.batch_size,
-        "data.seq_len": data.seq_len,
         "train.grad_accum": train.grad_accum,
         "train.remat": train.remat,
         "train.remat_keep": train.remat_keep,
-        _WEIGHTS: precision.weights_dtype,
-        _MOMENTS: precision.moments_dtype,
     }
-
-
-def smaller_precisions(optim: OptimConfig, lora: LoraConfig, precision: PrecisionConfig) -> Sequence[PrecisionConfig]:
-    """Return the lower precisions that a run can have."""
-    return _SMALLER if optim.optimizer in ("adamw", "normuon") and not lora.rank and precision == PrecisionConfig() else ()
 
 
 def smaller_remats(train: TrainConfig) -> list[Remat]:
@@ -151,8 +140,10 @@ def candidates(cfg: RunConfig, machine: Machine, given: Mapping[str, Any], *, al
                 found.append(Candidate(resolved, mesh, memory, speed(resolved, mesh, machine, memory), machine.chip.memory))
 
     add(cfg.precision)
-    if also_smaller and not any(key.startswith("precision.") for key in given) and all(c.fits != "yes" for c in found):
-        for precision in smaller_precisions(cfg.optim, cfg.lora, cfg.precision):
+    supported = cfg.optim.optimizer in ("adamw", "normuon") and not cfg.lora.rank
+    may_be_lower = supported and cfg.precision == PrecisionConfig() and not any(k.startswith("precision.") for k in given)
+    if also_smaller and may_be_lower and all(c.fits != "yes" for c in found):
+        for precision in _SMALLER:
             add(precision)
     order = {"yes": 0, "tight": 1, "no": 2}
     # Float32 layouts that fit, even tightly, come before bfloat16 ones.
@@ -170,26 +161,12 @@ def sequence_per_chip(data: DataConfig, train: TrainConfig, chips: int, given: M
     return {"data": dataclasses.replace(data, batch_size=batch_size), "train": dataclasses.replace(train, grad_accum=1)}
 
 
-def nearest_that_fit(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> list[tuple[str, Candidate]]:
-    """Return (change, best candidate) for the smallest change of each kind that makes the run fit."""
+def larger_that_fits(cfg: RunConfig, machine: Machine, given: Mapping[str, Any]) -> tuple[Machine, Candidate] | None:
+    """Return the smallest larger machine with this chip on which the run fits, and the best candidate there."""
     free = {key: value for key, value in given.items() if not key.startswith(("train.remat", "train.grad_accum", "mesh."))}
-    with_data = lambda **changes: dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, **changes))
-    changes: list[tuple[str, RunConfig, Machine]] = [("another mesh, remat or gradient accumulation", cfg, machine)]
-    for sequences in range(cfg.data.batch_size * cfg.train.grad_accum - 1, 0, -1):
-        if sequences % machine.chips == 0:
-            changes.append((f"--batch-size {sequences}", with_data(batch_size=sequences), machine))
-    T = cfg.data.seq_len // 2
-    while T >= 1024 and T % cfg.model.alignment == 0:
-        changes.append((f"--seq-len {T}", with_data(seq_len=T), machine))
-        T //= 2
     for larger in next_larger(machine):
         sections = sequence_per_chip(cfg.data, cfg.train, larger.chips, given)
-        changes.append((f"--chip {larger.name}", dataclasses.replace(cfg, **sections), larger))
-    found: dict[str, tuple[str, Candidate]] = {}
-    for change, changed, on in changes:
-        kind = change.split()[0]
-        if kind not in found:  # otherwise a smaller change of this kind fits already
-            best = candidates(changed, on, free, also_smaller=True)[:1]
-            if best and best[0].fits == "yes":
-                found[kind] = change, best[0]
-    return list(found.values())
+        best = candidates(dataclasses.replace(cfg, **sections), larger, free, also_smaller=True)[:1]
+        if best and best[0].fits == "yes":
+            return larger, best[0]
+    return None

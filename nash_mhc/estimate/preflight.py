@@ -20,7 +20,6 @@ from nash_mhc.estimate.candidates import (
     layout_settings,
     layouts,
     sequence_per_chip,
-    smaller_precisions,
     smaller_remats,
 )
 from nash_mhc.estimate.memory import Memory, estimate
@@ -48,13 +47,12 @@ _CAUSES = {
     "temporaries": "--batch-size, --seq-len, the compiler",
 }
 
-# Remedies, from the one that changes the run least: more microbatches give the same step, remat costs time, another
-# mesh may cost more time, bfloat16 weights and shorter sequences are another run.
+# Remedies, from the one that changes the run least: more microbatches give the same step, remat costs time, and another
+# mesh may cost more time.
 _KINDS = {
     "data.batch_size": "microbatches", "train.grad_accum": "microbatches", "train.remat": "remat", "train.remat_keep": "remat",
-    "data.seq_len": "length", "precision.weights_dtype": "precision", "precision.moments_dtype": "precision",
 }  # fmt: skip
-_COST = {"microbatches": 1, "remat": 2, "mesh": 4, "precision": 8, "length": 16}
+_COST = {"microbatches": 1, "remat": 2, "mesh": 4}
 
 
 class Remedy(NamedTuple):
@@ -87,7 +85,8 @@ def preflight(cfg: RunConfig, mesh: Mesh, *, no_preflight: bool = False) -> dict
     if memory.total > capacity:
         remedies = ", or ".join(map(str, smaller(cfg, mesh.shape, capacity)))
         advice = f"what fits: {remedies}" if remedies else (
-            "no layout of it fits; use a smaller --model-size or more devices (nash-mhc plan says how many)"
+            "no layout of it fits; use a smaller --model-size or --seq-len, --weights-dtype bfloat16, or more devices "
+            "(nash-mhc plan says how many)"
         )  # fmt: skip
         if memory.total * _TRUSTED <= capacity:
             log.warning(f"tight: this run needs about {need} per device, but only {has} is available; {advice}")
@@ -123,21 +122,14 @@ def largest(memory: Memory) -> str:
 
 
 def smaller(cfg: RunConfig, mesh: Mapping[str, int], capacity: float) -> list[Remedy]:
-    """Return at most three remedies that fit, each of a different kind; the smallest change comes first."""
+    """Return at most three layouts that fit, each of a different kind; the smallest change comes first."""
     if set(mesh) != {"data", "fsdp", "tp"}:
         return []  # `layouts` knows no other axes
     devices, remats = math.prod(mesh.values()), smaller_remats(cfg.train)
-    # On the same mesh, also lower precision and shorter sequences.
-    changed_runs = [dataclasses.replace(cfg, precision=p) for p in smaller_precisions(cfg.optim, cfg.lora, cfg.precision)]
-    length = cfg.data.seq_len // 2
-    while length >= 2 * cfg.model.alignment and length % cfg.model.alignment == 0:
-        changed_runs.append(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, seq_len=length)))
-        length //= 2
-    on_same_mesh = [each for run in changed_runs for each in layouts(run, devices, remats=remats) if each[1] == dict(mesh)]
     found: list[tuple[int, float, tuple[str, ...], Remedy]] = []
-    now = layout_settings(mesh, cfg.data, cfg.train, cfg.precision)
-    for other, its_mesh in [*layouts(cfg, devices, remats=remats), *on_same_mesh]:
-        its_settings = layout_settings(its_mesh, other.data, other.train, other.precision)
+    now = layout_settings(mesh, cfg.data, cfg.train)
+    for other, its_mesh in layouts(cfg, devices, remats=remats):
+        its_settings = layout_settings(its_mesh, other.data, other.train)
         changed = {key: value for key, value in its_settings.items() if now[key] != value}
         size = estimate(other, its_mesh).total
         if changed and size <= SAFE * capacity:

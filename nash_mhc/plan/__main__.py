@@ -70,16 +70,16 @@ def _machine(own: argparse.Namespace, given: Mapping[str, Any]) -> tuple[chips.M
 
 
 def _advice(given: Mapping[str, Any], cfg: RunConfig, machine: chips.Machine, need: float) -> str:
-    """Return the smallest changes with which the run would fit; `need` is the memory of the smallest layout."""
-    from nash_mhc.estimate.candidates import nearest_that_fit
+    """Return what to do if nothing fits; `need` is the memory of the smallest layout."""
+    from nash_mhc.estimate.candidates import larger_that_fits
 
     size = f"{need / 2**30:.1f} GiB of a chip's {machine.chip.memory / 2**30:.1f} GiB"
-    lines = [f"nothing fits: the smallest layout needs {size}. What would fit:"]
-    for change, best in nearest_that_fit(cfg, machine, given):
-        lines.append(f"  {change}: {best.memory.total / 2**30:.1f} GiB per chip with {' '.join(as_flags(best.settings))}")
-    if len(lines) == 1:
-        lines.append(f"  no smaller batch, and no larger slice of {machine.chip.name}")
-    return "\n".join(lines)
+    nothing = f"nothing fits: the smallest layout needs {size}; take a smaller --batch-size, --seq-len or --model-size"
+    if (found := larger_that_fits(cfg, machine, given)) is None:
+        return f"{nothing}, or another --chip"
+    larger, best = found
+    flags = " ".join(as_flags(best.settings))
+    return f"{nothing}, or --chip {larger.name}, which needs {best.memory.total / 2**30:.1f} GiB per chip with {flags}"
 
 
 # These import JAX, so only after parsing the flags.

@@ -15,7 +15,7 @@ from nash_mhc.config import parsing, presets
 from nash_mhc.config.commands import one_line_errors
 from nash_mhc.config.help import as_flags
 from nash_mhc.config.schema import ConfigError
-from nash_mhc.estimate.candidates import candidates, nearest_that_fit, sequence_per_chip, smaller_remats
+from nash_mhc.estimate.candidates import candidates, larger_that_fits, sequence_per_chip, smaller_remats
 from nash_mhc.estimate.memory import estimate
 from nash_mhc.estimate.roofline import ERROR, speed
 from nash_mhc.model.architectures import count_parameters, for_platform
@@ -201,11 +201,11 @@ def test_one_chip_is_no_mesh_of_eight(monkeypatch, capsys):
 
 
 @pytest.mark.long
-def test_where_nothing_fits_the_nearest_that_does_is_named(monkeypatch, capsys):
+def test_where_nothing_fits_a_larger_machine_is_named(monkeypatch, capsys):
     cfg, at = presets.run("3b"), machine("v6e-1", chips())
     assert {c.fits for c in candidates(cfg, at, {})} == {"no"}
-    (what, best), *_ = nearest_that_fit(cfg, at, {})
-    assert what == "--chip v6e-4" and best.fits == "yes"
+    larger, best = larger_that_fits(cfg, at, {})
+    assert larger.name == "v6e-4" and best.fits == "yes"
     code, out, _ = planned(monkeypatch, capsys, "--model-size", "3b", "--chip", "v6e-1")
     assert code == 0 and "nothing fits" in out and "--chip v6e-4" in out and "nash_mhc.train" not in out
 
