@@ -71,7 +71,9 @@ def text_of(value: Any, where: str, name: str) -> str:
     return value
 
 
-_TOKENS = re.compile(r"\\([nt\\\[\]{}])|\{([^{}\[\]\\\n]+)\}|([\[\]{}])")
+_OPTIONAL = re.compile(r"\\.|\[((?:\\.|[^\[\]\\])*)\]", re.DOTALL)  # an escape, or a section in [ ]
+_PART = re.compile(r"\{([^{}\[\]\\\n]+)\}|((?:\\.|[^\[\]{}\\]|\\$)+)|.", re.DOTALL)  # a field, text, or a stray bracket
+_ESCAPE = re.compile(r"\\([nt\\\[\]{}])")
 _ESCAPED = {"n": "\n", "t": "\t"}
 
 
@@ -138,47 +140,28 @@ def _parse_template(flag: str, template: str) -> FieldTemplate:
     def error(problem: str) -> ConfigError:
         return ConfigError(f"{flag} {template!r}: {problem}")
 
+    def parts(start: int, stop: int) -> Iterator[Part]:
+        for match in _PART.finditer(template, start, stop):
+            name, text = match.groups()
+            if name is None and text is None:
+                what = f"the {match[0]} at character {match.start() + 1} has no partner or encloses no field name"
+                raise error(f"{what}; write a field such as {{question}}, or \\{match[0]} for a literal {match[0]}")
+            yield Part(name) if name else Part(_ESCAPE.sub(lambda m: _ESCAPED.get(m[1], m[1]), text), is_template=True)
+
     sections: list[_Section] = []
-    parts: list[Part] = []
-    opened: int | None = None  # position of the [ of the current section
-    for text, token, at in _tokens(template):
-        if token in ("{", "}"):
-            remedy = f"write a field such as {{question}}, or \\{token} for a literal {token}"
-            raise error(f"the {token} at character {at + 1} does not enclose a field name; {remedy}")
-        if token not in ("[", "]"):
-            parts.append(Part(text, is_template=token == "text"))
-            continue
-        if (token == "[") == (opened is not None):
-            problem = "is inside another [ ]" if token == "[" else "closes nothing"
-            raise error(f"the {token} at character {at + 1} {problem}; write \\{token} for a literal {token}")
-        section = _Section(tuple(parts), token == "]")
-        if section.is_optional and not section.fields:
-            raise error(f"the [ ] at character {at + 1} contains no field; write \\[ and \\] for literal brackets")
-        sections.append(section)
-        parts, opened = [], at if token == "[" else None
-    if opened is not None:
-        raise error(f"the [ at character {opened + 1} is never closed; close it, or write \\[ for a literal [")
-    sections.append(_Section(tuple(parts), False))
-    parsed = FieldTemplate(flag, tuple(section for section in sections if section.parts))
-    if not parsed.needed and not parsed.optional:
-        raise error("contains no field; write a field such as {question} where its text goes")
-    return parsed
-
-
-def _tokens(template: str) -> Iterator[tuple[str, str, int]]:
-    """Yield (text, "text", position), (name, "field", position) and the brackets between them."""
     end = 0
-    for match in _TOKENS.finditer(template):
-        if match.start() > end:
-            yield template[end : match.start()], "text", end
-        escaped, name, bracket = match.groups()
-        if escaped:
-            yield _ESCAPED.get(escaped, escaped), "text", match.start()
-        else:
-            yield name or "", "field" if name else bracket, match.start()
+    for match in _OPTIONAL.finditer(template):
+        if match[1] is None:  # an escape
+            continue
+        sections.append(_Section(tuple(parts(end, match.start())), False))
+        sections.append(_Section(tuple(parts(*match.span(1))), True))
         end = match.end()
-    if end < len(template):
-        yield template[end:], "text", end
+        if not sections[-1].fields:
+            raise error(f"the [ ] at character {match.start() + 1} contains no field; write \\[ and \\] for literal brackets")
+    sections.append(_Section(tuple(parts(end, len(template))), False))
+    if not any(section.fields for section in sections):
+        raise error("contains no field; write a field such as {question} where its text goes")
+    return FieldTemplate(flag, tuple(sections))
 
 
 ANSWERS = ("assistant", "model", "gpt")  # roles whose messages are learned
