@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -91,22 +92,38 @@ def inspect_command(argv: Sequence[str]) -> int:
         description="Show the content of a prepared folder, or the documents that a run read in a training step.",
     )  # fmt: skip
     parser.add_argument("folder", type=run_path, metavar="DIR", nargs="?", help="prepared folder or run directory")
-    step_help = "show the documents of training step K of a run, counted from 1 as in metrics.jsonl"
-    parser.add_argument("--step", type=int, metavar="K", help=step_help)
+    parser.add_argument(
+        "--step", type=int, metavar="K", help="show the documents of training step K, counted from 1 as in metrics.jsonl"
+    )
     parser.add_argument("--row", type=int, metavar="R", help="show one sequence of the split or step")
     parser.add_argument("--split", help="split of a prepared folder [train]")
+    for flag, default, text in (("batch-size", 8, "batch size"), ("grad-accum", 1, "microbatches"), ("seed", 0, "seed")):
+        about = f"{text} of the run, for --step on a prepared folder [{default}]"
+        parser.add_argument(f"--{flag}", type=int, default=None, metavar="N", help=about)
+    about = (
+        "always: color text that counts in the loss green; never: mark other text with [[ ]]; auto: color if stdout is a "
+        "terminal and NO_COLOR is unset [auto]"
+    )
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help=about)
     args = parser.parse_strictly(argv, "give only one folder")
     if not args.folder:
         raise ConfigError("no folder given; add a prepared folder or a run directory, such as runs/tiny-20260101-120000")
     from nash_mhc.data.inspection import of_prepared, of_run
 
+    if args.step is not None and args.step < 1:
+        raise ConfigError(f"--step must be at least 1, not {args.step}; steps are counted as in metrics.jsonl")
+    given = {k: getattr(args, k) for k in ("batch_size", "grad_accum", "seed") if getattr(args, k) is not None}
+    # https://no-color.org: any value but an empty one; the flag takes precedence.
+    color = args.color == "always" or (args.color == "auto" and sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
     run = RunFolder(args.folder)
-    is_run = (run.path / RUN).exists()
-    if is_run and args.split:
-        raise ConfigError(f"{run}: is a run, whose split is recorded; leave out --split")
-    if not is_run and args.step is not None:
-        raise ConfigError(f"--step {args.step}: {run} is no run directory; show a sequence of a prepared folder with --row")
-    print(of_run(run, args.step, args.row) if is_run else of_prepared(run.path, args.split or "train", args.row))
+    if (run.path / RUN).exists():
+        if given or args.split:
+            raise ConfigError(f"{run}: is a run, whose split, batch size and seed are recorded; give only --step and --row")
+        text = of_run(run, args.step, args.row, color=color)
+    else:
+        folder = Path(args.folder).expanduser()
+        text = of_prepared(folder, args.split or "train", args.step, args.row, **given, color=color)
+    print(text)
     return 0
 
 

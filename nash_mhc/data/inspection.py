@@ -35,21 +35,24 @@ def origins(source: PreparedRows, row: int) -> list[tuple[int, str, int]]:
         return [(int(slot), f"{source.manifest.files[file]}:{line}", int(offset)) for _, slot, file, line, offset in of_row]
 
 
-def show_row(title: str, row: Rows, tokenizer: Tokenizer, places: list[tuple[int, str, int]]) -> str:
-    """Render every document of a row with its source. Text that is not in the loss is put in [[ ]]."""
-    text, count = int((row.segments > 0).sum()), int(row.segments.max())
-    lines = [f"== {title}: {counted(count, 'document')}, {int(row.weights.sum())} of {text} slots in the loss"]
+def show_row(title: str, row: Rows, tokenizer: Tokenizer, places: list[tuple[int, str, int]], *, color: bool = False) -> str:
+    """Render every document of a row with its source. Text that is not in the loss is put in [[ ]]; with color, text in
+    the loss is green instead."""
+    text = int((row.segments > 0).sum())
+    lines = [
+        f"== {title}: {counted(int(row.segments.max()), 'document')}, {int(row.weights.sum())} of {text} slots in the loss"
+    ]
     by_slot = {slot: (place, offset) for slot, place, offset in places}
-    for segment in range(1, count + 1):
+    for segment in range(1, int(row.segments.max()) + 1):
         slots = np.flatnonzero(row.segments == segment)
         place, offset = by_slot.get(int(slots[0]), ("", 0))
         continued = f", continued from token {offset}" if offset else ""
         lines.append(f"-- slots {slots[0]} to {slots[-1]}{f', {place}' if place else ''}{continued}")
-        lines.append(_render(row, slots, tokenizer))
+        lines.append(_render(row, slots, tokenizer, color))
     return "\n".join(lines)
 
 
-def _render(row: Rows, slots: np.ndarray, tokenizer: Tokenizer) -> str:
+def _render(row: Rows, slots: np.ndarray, tokenizer: Tokenizer, color: bool) -> str:
     """Render the targets of a document, without the gap that follows it."""
     targets, scored = row.targets[slots], row.weights[slots] > 0
     if scored.any():  # a document ends with a scored target; gap slots are not scored
@@ -57,7 +60,14 @@ def _render(row: Rows, slots: np.ndarray, tokenizer: Tokenizer) -> str:
         targets, scored = targets[:stop], scored[:stop]
     borders = [0, *(np.flatnonzero(np.diff(scored)) + 1).tolist(), len(scored)]
     runs = [(tokenizer.decode(targets[a:b]), scored[a]) for a, b in pairwise(borders) if b > a]
+    if color:
+        return "".join(_green(text) if is_scored else text for text, is_scored in runs)
     return "".join(text if is_scored else f"[[{text}]]" for text, is_scored in runs)
+
+
+def _green(text: str) -> str:
+    """Color each line separately, because pagers reset colors at line ends."""
+    return "\n".join(f"\x1b[32m{line}\x1b[0m" if line else "" for line in text.split("\n"))
 
 
 def rows_of_step(source: RowSource, step: int, rows: int, seed: int, *, most: int = 16) -> str:
@@ -70,8 +80,26 @@ def rows_of_step(source: RowSource, step: int, rows: int, seed: int, *, most: in
     return f"{named}{f' and {rows - most:,} more' if rows > most else ''}"
 
 
-def of_run(run: RunFolder, step: int | None, row: int | None) -> str:
-    """Show the documents of a step of a run, or of one of its rows; without a step, summarize its data."""
+def _show_step(
+    source: RowSource, tokenizer: Tokenizer, step: int, row: int | None, n_rows: int, seed: int, *, color: bool
+) -> str:
+    """Render the rows of a step, counted from 1 as in metrics.jsonl, or one of them."""
+    if row is not None and not 0 <= row < n_rows:
+        raise ConfigError(f"--row {row}: a step of this run has rows 0 to {n_rows - 1}")
+    shown = []
+    for number in range(n_rows) if row is None else [row]:
+        dataset, index = source.locate((step - 1) * n_rows + number, seed)
+        title = f"step {step}, row {number}: row {index} of {dataset.name}"
+        if text := dataset.show(index):
+            shown.append(f"== {title}\n{text}")
+        else:
+            places = origins(dataset, index) if isinstance(dataset, PreparedRows) else []
+            shown.append(show_row(title, dataset[index], tokenizer, places, color=color))
+    return "\n".join(shown)
+
+
+def of_run(run: RunFolder, step: int | None, row: int | None, *, color: bool = False) -> str:
+    """Show the documents of a step of a run, or without a step, a summary of its data."""
     info, cfg = run.info(), run.config()
     tokenizer, seed = load_tokenizer(cfg.data.tokenizer, begin_with_end=cfg.data.begin_with_end), cfg.train.seed
     source = open_source(cfg.data, tokenizer, split=cfg.data.split, seed=seed, align=cfg.model.alignment)
@@ -84,33 +112,36 @@ def of_run(run: RunFolder, step: int | None, row: int | None) -> str:
     # Metrics are written at intervals: the run may have continued for almost one interval after the last row.
     last = max(int(run.last_row().get("step", 0)), *run.steps(), 0)
     last = min(last + cfg.train.log_interval - 1, cfg.train.total_steps)
-    if not 1 <= step <= last:
-        raise ConfigError(f"--step {step}: not one of the steps 1 to {last} of this run, by its metrics and checkpoints")
-    if row is not None and not 0 <= row < rows:
-        raise ConfigError(f"--row {row}: a step of this run has rows 0 to {rows - 1}")
-    shown = []
-    for number in range(rows) if row is None else [row]:
-        dataset, index = source.locate((step - 1) * rows + number, seed)
-        title = f"step {step}, row {number}: row {index} of {dataset.name}"
-        if text := dataset.show(index):
-            shown.append(f"== {title}\n{text}")
-        else:
-            places = origins(dataset, index) if isinstance(dataset, PreparedRows) else []
-            shown.append(show_row(title, dataset[index], tokenizer, places))
-    return "\n".join(shown)
+    if step > last:
+        raise ConfigError(f"--step {step}: beyond the last step of this run ({last}, by its metrics and checkpoints)")
+    return _show_step(source, tokenizer, step, row, rows, seed, color=color)
 
 
-def of_prepared(folder: Path, split: str, row: int | None) -> str:
-    """Show statistics of a prepared folder, or the documents of one row."""
+def of_prepared(
+    folder: Path,
+    split: str,
+    step: int | None,
+    row: int | None,
+    *,
+    batch_size: int = 8,
+    grad_accum: int = 1,
+    seed: int = 0,
+    color: bool = False,
+) -> str:
+    """Show statistics of a prepared folder, one of its rows, or a step of a run that reads only this folder."""
     if not (folder / FILE).exists():
         raise ConfigError(f"{folder}: neither prepared data nor a run; give a folder written by `data prepare` or `train`")
     source = PreparedRows(folder, split)
+    tokenizer = load_tokenizer(str(folder / "tokenizer") if (folder / "tokenizer").exists() else "bytes")
+    if step is not None:
+        if batch_size < 1 or grad_accum < 1 or seed < 0:
+            raise ConfigError("--batch-size and --grad-accum must be at least 1 and --seed at least 0")
+        return _show_step(source, tokenizer, step, row, batch_size * grad_accum, seed, color=color)
     if row is None:
         return _statistics(source)
     if not 0 <= row < len(source):
         raise ConfigError(f"--row {row}: split {split!r} has rows 0 to {len(source) - 1}")
-    tokenizer = load_tokenizer(str(folder / "tokenizer") if (folder / "tokenizer").exists() else "bytes")
-    return show_row(f"row {row} of {split}", source[row], tokenizer, origins(source, row))
+    return show_row(f"row {row} of {split}", source[row], tokenizer, origins(source, row), color=color)
 
 
 def _statistics(source: PreparedRows) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import glob
+import hashlib
 import importlib.metadata
 import math
 from dataclasses import dataclass
@@ -17,9 +19,11 @@ import nash_mhc
 from nash_mhc.checkpoint.run_folder import RunFolder, make_run_folder
 from nash_mhc.checkpoint.run_lock import Owner, acquire, acquire_shared, check_visible
 from nash_mhc.config import keys
+from nash_mhc.config.fields import weighted_parts
 from nash_mhc.config.humanize import counted
 from nash_mhc.config.schema import ConfigError, DataConfig, RunConfig, TrainConfig
 from nash_mhc.data.pack import RowSource
+from nash_mhc.data.prepared.folder import FILE
 from nash_mhc.data.sources import loss_floor, open_held_out, open_source, open_test
 from nash_mhc.data.tokenizer import Tokenizer, load_tokenizer
 from nash_mhc.estimate.candidates import fastest_remat, with_remat
@@ -48,6 +52,7 @@ _PER_PROCESS = {
     "mesh.coordinator_address", "mesh.num_processes", "mesh.process_id", "mesh.connect_timeout", "telemetry.log_format",
     "telemetry.log_level", "train.wait_for_lock",
 }  # fmt: skip
+_SAMPLED_BYTES = 2**20  # read at the beginning and at the end of a file, to compare it between processes
 
 
 # --- processes and devices -------------------------------------------------------------------------------------------
@@ -84,18 +89,43 @@ def with_remat_of_leader(cfg: RunConfig) -> RunConfig:
 
 
 def settings_of_run(cfg: RunConfig) -> dict[str, Any]:
-    """Return the values that all processes must share: settings by flag, versions, and a digest of the code."""
+    """Return the values that all processes must share: settings by flag, versions, and digests of the code and data."""
     values = cfg.to_dict()
     common: dict[str, Any] = {"--model-kind": cfg.model_kind}
     common |= {key.flag: key.of(values) for path, key in keys.keys(cfg.model_kind).items() if path not in _PER_PROCESS}
     common |= {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    return common | {"nash_mhc": f"{nash_mhc.__version__} (its files {_code_digest()})"}
+    common["nash_mhc"] = f"{nash_mhc.__version__} (its files {_code_digest()})"
+    names = [name for name, _ in weighted_parts(cfg.data.dataset)] or [cfg.data.dataset]
+    return common | {f"the files of {name}": _data_digest(name) for name in [*names, cfg.data.tokenizer]}
 
 
 def _code_digest() -> str:
     """Return a digest of the package's files: two checkouts may have the same version."""
     root = Path(nash_mhc.__file__).parent
     return digest_of([[str(file.relative_to(root)), digest_of_file(file)] for file in sorted(root.rglob("*.py"))])[:8]
+
+
+def _data_digest(name: str) -> str | None:
+    """Return a digest of the files under this name, from their sizes and ends; None if there are none here."""
+    if is_remote(name):
+        return None
+    path = Path(name).expanduser()
+    if path.is_dir():
+        manifest = path / FILE
+        if manifest.exists():
+            return digest_of_file(manifest)[:16]
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+    else:
+        files = sorted(Path(file) for file in glob.glob(str(path), recursive=True))
+    return digest_of([_file_digest(file) for file in files])[:16] if files else None
+
+
+def _file_digest(file: Path) -> list[Any]:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        first = opened.read(_SAMPLED_BYTES)
+        opened.seek(max(0, size - _SAMPLED_BYTES))
+        return [file.name, size, hashlib.sha256(first + opened.read()).hexdigest()]
 
 
 # --- data and run directory ------------------------------------------------------------------------------------------
@@ -163,9 +193,9 @@ def open_inputs(cfg: RunConfig, mesh: Mesh, watch: Watch, stack: contextlib.Exit
     cfg, feed = feed_of(cfg.objective.name).open(cfg, source, tokenizer, mesh)
     identity = feed.identity(source)
     if jax.process_count() > 1:
-        data = f"the data of --dataset {cfg.data.dataset}"
-        read = {data: identity, f"--tokenizer {cfg.data.tokenizer}": tokenizer.fingerprint}
-        check_settings_agree(read, timeout=math.inf)  # opening data may take long
+        check_settings_agree(
+            {f"the data of --dataset {cfg.data.dataset}": identity}, timeout=math.inf
+        )  # opening data may take long
     from_leader(lambda: check_resume(cfg, rows=identity, other_data=feed.described))
     from_leader(lambda: check_wandb(cfg.telemetry))
 

@@ -51,7 +51,7 @@ def test_a_step_shows_the_documents_of_its_batch(tmp_path: Path, facts: Path, mi
     reader = batches(source, batch_size=4, grad_accum=2, seed=5, start_step=6)  # the batch of the seventh step
     batch = next(reader)
     reader.close()  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"--step 7: not one of the steps 1 to 1 of this run"):
+    with pytest.raises(ConfigError, match=r"--step 7: beyond the last step of this run \(1,"):
         of_run(RunFolder(folder), 7, None)
     (folder / "metrics.jsonl").write_text('{"step": 7}\n{"step": 9, "lo')  # truncated, as by a full disk
     shown = of_run(RunFolder(folder), 7, None).split("== ")[1:]
@@ -71,8 +71,6 @@ def test_a_step_shows_the_documents_of_its_batch(tmp_path: Path, facts: Path, mi
                 found += 1
         assert of_run(RunFolder(folder), 7, number) == "== " + text.rstrip("\n")
     assert found > 10
-    with pytest.raises(ConfigError, match="--row 8: a step of this run has rows 0 to 7"):
-        of_run(RunFolder(folder), 7, 8)
     # The same rows by number alone, for a line about a step.
     titles = [text.split(": row ")[1].split(":")[0].split(" of ") for text in shown]
     named = rows_of_step(source, 7, 8, 5)
@@ -94,18 +92,23 @@ def test_statistics_of_a_prepared_folder(
     assert f"{size:,} bytes of text in 3 files" in out
     assert "train: 285 documents" in out
     assert "validation: 15 documents" in out
-    row = of_prepared(facts / "out", "validation", 0)
+    row = of_prepared(facts / "out", "validation", None, 0)
     assert row.startswith("== row 0 of validation: ")
     documents = [block.partition("\n")[2].rstrip("\n") for block in row.split("-- slots ")[1:]]
     assert documents
     assert set(documents) <= set(FACTS)
+    # A step of a run on this folder alone, by the settings of the run.
+    assert of_prepared(facts / "out", "train", 3, 1, batch_size=4, seed=2) != of_prepared(
+        facts / "out", "train", 3, 1, batch_size=4
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
         (["{out}", "--row", "9999"], r"--row 9999: split 'train' has rows 0 to \d+"),
-        (["{out}", "--step", "1"], r"--step 1: \S+out is no run directory; .* with --row"),
+        (["{out}", "--step", "0"], r"--step must be at least 1, not 0; steps are counted as in metrics\.jsonl"),
+        (["{out}", "--step", "1", "--row", "8"], r"--row 8: a step of this run has rows 0 to 7"),
         (["{out}", "--split", "test"], r"has no rows of split 'test'.*train and validation"),
         (["{src}"], r"src: neither prepared data nor a run"),
         ([], r"no folder given"),
@@ -129,4 +132,30 @@ def test_damaged_and_changed_data_is_reported(tmp_path: Path, facts: Path) -> No
     data[-1] ^= 1
     origins.write_bytes(data)
     with pytest.raises(ConfigError, match=r"train-00000\.origins: .*content has changed"):
-        of_prepared(prepared, "train", 0)
+        of_prepared(prepared, "train", None, 0)
+
+
+def test_scored_text_is_green_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "qa.jsonl").write_text(json.dumps({"prompt": "Why?", "response": "So.\n\nOr so."}) + "\n")
+    prepared(tmp_path / "out", tmp_path / "qa.jsonl", validation_fraction=0.0)
+    green = lambda text: f"\x1b[32m{text}\x1b[0m"
+    plain = "[[user: Why?\nassistant: ]]So.\n\nOr so.\n"
+    colored = f"user: Why?\nassistant: {green('So.')}\n\n{green('Or so.')}\n"
+
+    def shown(*flags: str) -> str:
+        assert command.inspect_command([str(tmp_path / "out"), "--row", "0", *flags]) == 0
+        return capsys.readouterr().out.split("\n", 2)[2].rstrip("\n") + "\n"
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert shown() == shown("--color", "never") == plain  # no terminal
+    assert shown("--color", "always") == colored
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert shown() == colored
+    assert shown("--color", "never") == plain
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown() == plain
+    assert shown("--color", "always") == colored
+    with pytest.raises(ConfigError, match="--color: invalid choice: 'blue'"):
+        shown("--color", "blue")

@@ -115,7 +115,7 @@ def test_pieces_without_answers_are_dropped() -> None:
 def test_inspect_marks_unscored_text(tmp_path: Path) -> None:
     file = write(tmp_path / "chat.jsonl", [{"messages": CHAT}])
     prepared(tmp_path / "out", file, format="chat", validation_fraction=0.0)
-    shown = of_prepared(tmp_path / "out", "train", 0)
+    shown = of_prepared(tmp_path / "out", "train", None, 0)
     assert "[[system: Be brief.\nuser: 1+1?\nassistant: ]]Two.\n[[user: Sure?\nassistant: ]]Yes.\n" in shown
 
 

@@ -201,7 +201,7 @@ def test_different_data_files_are_refused(tmp_path):
     both = start(tmp_path, "--dataset", "text.txt")
     assert [life.end() for life in both] == [2, 2], both[0].said + both[1].said
     for life in both:
-        assert "the data of --dataset text.txt" in last_line(life)
+        assert "the files of text.txt" in last_line(life)
 
 
 OTHER_FLAGS = {

@@ -243,14 +243,20 @@ def test_an_ignored_variable_is_reported_with_its_flag(env, cfg, flags):
         assert any(f"{name}={value}" in line for name, value in env.items())
 
 
-def test_processes_compare_settings_but_not_their_own_flags():
+def test_processes_compare_settings_and_files_but_not_their_own_flags(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one\n" * 1000)
+
     def compared(*flags):
-        return settings_of_run(parse(flags, prog="train").config)
+        return settings_of_run(parse(["--dataset", str(text), *flags], prog="train").config)
 
     before = compared("--process-id", "0", "--coordinator-address", "a:1", "--num-processes", "2")
     assert compared("--process-id", "1", "--coordinator-address", "b:1", "--num-processes", "2") == before
     changed = compared("--seed", "3")
     assert {name for name in before if before[name] != changed[name]} == {"--seed"}
+    text.write_text("two\n" * 1000)
+    changed = compared()
+    assert {name for name in before if before[name] != changed[name]} == {f"the files of {text}"}
 
 
 @pytest.mark.parametrize(
