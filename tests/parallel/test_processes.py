@@ -55,17 +55,17 @@ def unbroken(tmp_path_factory):
 
 
 def test_two_processes_match_one_and_one_resumes_from_two(unbroken, tmp_path):
-    """Half of the run by two processes and the other half by one, or all of it by one, on another mesh: the losses are
-    those of two."""
+    """Half of the run by two processes, the other half by one, on another mesh:
+    the losses of both halves are those of two."""
     shutil.copytree(unbroken, tmp_path / "run")
     for step in steps(tmp_path / "run"):
         if step > HALF:
             shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
-    flags = [*(flag for flag in FLAGS if flag not in MESH), "--mesh-fsdp", "4", "--mesh-tp", "2"]
-    alone = TrainingProcess(tmp_path / "run", *flags, model=DENSE, NO_EVALUATION="1")
+    flags = [flag for flag in FLAGS if flag not in MESH]
+    alone = TrainingProcess(tmp_path / "run", *flags, "--mesh-fsdp", "4", "--mesh-tp", "2", model=DENSE, NO_EVALUATION="1")
     assert alone.end() == 0, alone.said
     assert f"starting from step {HALF} of this run" in alone.said
-    first = TrainingProcess(tmp_path / "first", *flags, model=DENSE, NO_EVALUATION="1")
+    first = TrainingProcess(tmp_path / "first", *flags, *MESH, model=DENSE, NO_EVALUATION="1")
     assert first.end() == 0, first.said
     for folder in (tmp_path / "run", tmp_path / "first"):
         for (step, loss, tokens), (wanted_step, wanted, wanted_tokens) in zip(losses(folder), losses(unbroken), strict=True):

@@ -204,7 +204,7 @@ def test_a_second_signal_ends_the_command_immediately(tmp_path):
     assert f"stopped: step {saved} is saved in {tmp_path / 'run'}; " in life.said
     assert life.said.rstrip().endswith(f" -m nash_mhc.train {tmp_path / 'run'}")  # which test_first_hour types
     # Steps of many parts: the first signal waits for the end of one, the second does not.
-    slow = TrainingProcess(tmp_path / "slow", *flags, "--grad-accum", "100", model=DENSE).until("step      1/").send()
+    slow = TrainingProcess(tmp_path / "slow", *flags, "--grad-accum", "200", model=DENSE).until("step      1/").send()
     slow.until("SIGTERM: saving the last finished step")
     while slow.alive:  # the first of these may come so soon that it is the same request
         slow.send()
