@@ -19,10 +19,10 @@ import optax
 from nash_mhc.bench.step import DOCUMENTS
 from nash_mhc.config.commands import name_hint
 from nash_mhc.config.schema import ArchitectureConfig, ConfigError, ModelConfig, RunConfig, TrainConfig
-from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.layer import mixer_class, residual_class
 from nash_mhc.model.lm import kernel_for, stacks_of_group
 from nash_mhc.model.lora import base_of
+from nash_mhc.model.mixers.attention import attention_layout
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.residual import StreamState
 from nash_mhc.model.weights import Weight

@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from nash_mhc.config import model as names
 from nash_mhc.config.model import LayerKind
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.attention import Attention, AttentionLayout
 from nash_mhc.model.captures import capture, watch_streams
 from nash_mhc.model.kv_cache import TokenAt
-from nash_mhc.model.multiscale import Multiscale
+from nash_mhc.model.mixers.attention import Attention, AttentionLayout
+from nash_mhc.model.mixers.multiscale import Multiscale
 from nash_mhc.model.parts import ReLU2, RMSNorm, ShortConv, SwiGLU, TokenValues
 from nash_mhc.model.residual import HyperConnection, PlainResidual, State, StreamState
 

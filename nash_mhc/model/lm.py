@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.model import LayerKind
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.captures import capture, recording, summary
 from nash_mhc.model.kv_cache import TokenAt
 from nash_mhc.model.layer import Layer, LayerCache, residual_class
+from nash_mhc.model.mixers.attention import attention_layout
 from nash_mhc.model.parts import RMSNorm, ValueEmbedding, embed, init_matrix, logits_of, of_group, of_tokens
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.remat import remat_policy

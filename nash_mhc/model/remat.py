@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from nash_mhc.model.attention import OUTPUT, QKV
-from nash_mhc.model.multiscale import MIXED
+from nash_mhc.model.mixers.attention import OUTPUT, QKV
+from nash_mhc.model.mixers.multiscale import MIXED
 from nash_mhc.model.parts import DOWN, UP
 from nash_mhc.model.residual import COEFFICIENTS, READ
 from nash_mhc.ops.attention_io import ATTENDED

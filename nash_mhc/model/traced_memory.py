@@ -20,9 +20,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from nash_mhc.config.model import LayerKind
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.captures import recording
 from nash_mhc.model.layer import Layer, residual_class
+from nash_mhc.model.mixers.attention import attention_layout
 from nash_mhc.model.parts import ValueEmbedding, of_tokens
 from nash_mhc.model.protocol import Activations, Execution
 from nash_mhc.model.remat import remat_policy

@@ -19,8 +19,8 @@ from nash_mhc.config.schema import LoraConfig, ObjectiveConfig
 from nash_mhc.estimate.roofline import flops_per_token
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
 from nash_mhc.model.architectures import for_platform
-from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.layer import residual_class
+from nash_mhc.model.mixers.attention import attention_layout
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.parallel.sharding import for_compute
 from nash_mhc.runtime.hardware import memory_rate

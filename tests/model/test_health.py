@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import small
 
-from nash_mhc.model.attention import AttentionLayout
 from nash_mhc.model.captures import game_report, recording, summary
-from nash_mhc.model.multiscale import Multiscale
+from nash_mhc.model.mixers.attention import AttentionLayout
+from nash_mhc.model.mixers.multiscale import Multiscale
 from nash_mhc.telemetry.terminal import Reporter
 from nash_mhc.train.callbacks import Interval
 

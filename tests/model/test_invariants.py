@@ -16,9 +16,9 @@ import pytest
 import small
 
 from nash_mhc.config.schema import MeshConfig, ModelConfig
-from nash_mhc.model.attention import Attention, attention_layout
 from nash_mhc.model.captures import recording
-from nash_mhc.model.multiscale import Multiscale
+from nash_mhc.model.mixers.attention import Attention, attention_layout
+from nash_mhc.model.mixers.multiscale import Multiscale
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.residual import StreamState
 from nash_mhc.ops import residual_streams

@@ -20,9 +20,9 @@ from nash_mhc.config.schema import ConfigError, ModelConfig
 from nash_mhc.estimate.memory import estimate
 from nash_mhc.kits.hub.tensors import tensors
 from nash_mhc.model import layer
-from nash_mhc.model.attention import PER_HEAD, Attention, AttentionLayout
 from nash_mhc.model.kv_cache import KeyValues, TokenAt
 from nash_mhc.model.lm import LM, flops_per_token
+from nash_mhc.model.mixers.attention import PER_HEAD, Attention, AttentionLayout
 from nash_mhc.model.parts import init_matrix
 from nash_mhc.model.protocol import Execution
 from nash_mhc.model.weights import project

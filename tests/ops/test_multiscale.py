@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import small
 
-from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.captures import recording
-from nash_mhc.model.multiscale import Multiscale
+from nash_mhc.model.mixers.attention import attention_layout
+from nash_mhc.model.mixers.multiscale import Multiscale
 from nash_mhc.ops.attend import attend_with_lse
 from nash_mhc.ops.attention_io import AttentionInput, by_block, by_token
 

@@ -11,9 +11,9 @@ import optax
 import pytest
 
 from nash_mhc.config.schema import ModelConfig, OptimConfig, TrainConfig
-from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.layer import residual_class
 from nash_mhc.model.lm import LM
+from nash_mhc.model.mixers.attention import attention_layout
 from nash_mhc.optim.optimizers import make_optimizer
 from nash_mhc.optim.schedule import Hyperparameters, rates
 

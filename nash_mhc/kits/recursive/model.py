@@ -25,9 +25,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.kits.recursive.settings import RecursiveConfig
-from nash_mhc.model.attention import PER_HEAD, Attention, AttentionLayout, attention_layout
 from nash_mhc.model.kv_cache import KeyValues, TokenAt
 from nash_mhc.model.lm import TABLE_SCALE, kernel_for
+from nash_mhc.model.mixers.attention import PER_HEAD, Attention, AttentionLayout, attention_layout
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Activations, Architecture, AttentionShape, Execution, RandomWeights
 from nash_mhc.model.remat import remat_policy

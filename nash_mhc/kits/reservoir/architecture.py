@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from nash_mhc.kits.reservoir import model, ridge
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
-from nash_mhc.model.attention import attention_layout
+from nash_mhc.model.mixers.attention import attention_layout
 from nash_mhc.model.protocol import Activations, Architecture, AttentionShape, Execution
 from nash_mhc.model.traced_memory import LayerBytes, layer_bytes, trace_layer
 from nash_mhc.ops.attend import PLAIN_KERNELS, SHAPES_ONLY

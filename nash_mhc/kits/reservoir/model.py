@@ -26,9 +26,9 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from nash_mhc.kits.reservoir.scans import complex_product, linear_scan, tanh_scan, tanh_step
 from nash_mhc.kits.reservoir.settings import ReservoirConfig
-from nash_mhc.model.attention import Attention, AttentionLayout, attention_layout
 from nash_mhc.model.kv_cache import KeyValues, TokenAt
 from nash_mhc.model.lm import TABLE_SCALE, kernel_for, stacks_of_group
+from nash_mhc.model.mixers.attention import Attention, AttentionLayout, attention_layout
 from nash_mhc.model.parts import RMSNorm, SwiGLU, embed, init_matrix, logits_of
 from nash_mhc.model.protocol import Execution, RandomWeights
 from nash_mhc.model.remat import remat_policy

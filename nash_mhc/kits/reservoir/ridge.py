@@ -28,8 +28,8 @@ from nash_mhc.config.schema import RunConfig
 from nash_mhc.data.pack import RowSource
 from nash_mhc.kits.reservoir.model import Reservoir
 from nash_mhc.model.architectures import abstract_model
-from nash_mhc.model.attention import attention_layout
 from nash_mhc.model.lm import kernel_for
+from nash_mhc.model.mixers.attention import attention_layout
 from nash_mhc.model.parts import embed
 from nash_mhc.model.protocol import Execution
 from nash_mhc.objectives.base import Batch

@@ -24,9 +24,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from nash_mhc.config.schema import ModelConfig
-from nash_mhc.model.attention import PER_HEAD, PER_KV_HEAD, Attention, AttentionLayout, constrain_per_head, sharded_attention
 from nash_mhc.model.captures import capture, game_report
 from nash_mhc.model.kv_cache import KeyValues, TokenAt, layer_of, write_row
+from nash_mhc.model.mixers.attention import (
+    PER_HEAD,
+    PER_KV_HEAD,
+    Attention,
+    AttentionLayout,
+    constrain_per_head,
+    sharded_attention,
+)
 from nash_mhc.model.parts import TokenValues, init_small
 from nash_mhc.ops.attend import KERNELS, SHAPES_ONLY, attend_with_lse, supported_kernel
 from nash_mhc.ops.attention_io import AttentionInput, AttentionOutput
