@@ -352,10 +352,9 @@ def test_runs_that_used_a_deleted_kit_are_refused_in_one_line(older_run, without
 
 def test_without_its_kit_a_hugging_face_model_is_refused_in_one_line(without_kits, tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    for words in (("generate", str(tmp_path)), ("train", "--init-from", str(tmp_path))):
-        done = without_kits("-m", f"nash_mhc.{words[0]}", *words[1:])
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-        assert f"{tmp_path}: contains neither a run nor a model" in done.stderr
+    for code, _, err in without_kits(("generate", str(tmp_path)), ("train", "--init-from", str(tmp_path))):
+        assert code == 2 and len(err.splitlines()) == 1, err
+        assert f"{tmp_path}: contains neither a run nor a model" in err
 
 
 def test_importing_the_core_imports_no_kit():

@@ -20,12 +20,11 @@ _CHUNK_ELEMENTS = 2**26  # logits of one chunk: enough to fill a matmul, small c
 class XentSums(NamedTuple):
     """Weighted sums over tokens; divide by `weight` for means."""
 
-    loss: Float[Array, ""]  # ce + z_weight * z + smoothing * (uniform - ce)
+    loss: Float[Array, ""]  # ce + z_weight * z
     ce: Float[Array, ""]  # nats
     z: Float[Array, ""]  # squared log-sum-exp
     correct: Float[Array, ""]  # tokens whose argmax is the target
     weight: Float[Array, ""]
-    uniform: Float[Array, ""]  # cross-entropy to the uniform distribution, nats; 0 without smoothing
     entropy: Float[Array, ""]  # of the predictions, nats; 0 when gradients are computed
 
 
@@ -37,18 +36,15 @@ def xent_reference(
     *,
     vocab_size: int,
     z_weight: float = 0.0,
-    smoothing: float = 0.0,
 ) -> XentSums:
     """Compute all logits at once; `xent_and_grads` is tested against this."""
     logits_BTV = jnp.einsum("btd,vd->btv", x_BTD, w_VD, preferred_element_type=jnp.float32)[..., :vocab_size]
     lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     ce_BT = lse_BT - jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
     hit_BT = (jnp.argmax(logits_BTV, axis=-1) == targets_BT).astype(jnp.float32)
-    uniform_BT = lse_BT - jnp.mean(logits_BTV, axis=-1) if smoothing else jnp.zeros_like(ce_BT)
     entropy_BT = lse_BT - jnp.sum(jax.nn.softmax(logits_BTV) * logits_BTV, axis=-1)
-    ce, z, correct, uniform, entropy = (jnp.sum(a * weights_BT) for a in (ce_BT, lse_BT**2, hit_BT, uniform_BT, entropy_BT))
-    loss = ce + z_weight * z + smoothing * (uniform - ce)
-    return XentSums(loss, ce, z, correct, jnp.sum(weights_BT), uniform, entropy)
+    ce, z, correct, entropy = (jnp.sum(a * weights_BT) for a in (ce_BT, lse_BT**2, hit_BT, entropy_BT))
+    return XentSums(ce + z_weight * z, ce, z, correct, jnp.sum(weights_BT), entropy)
 
 
 def chunk_length(B: int, T: int, V: int) -> int:
@@ -66,7 +62,6 @@ def xent_and_grads(
     *,
     vocab_size: int,
     z_weight: float = 0.0,
-    smoothing: float = 0.0,
     vocab_axes: tuple[str, ...] = (),
     with_grads: bool = True,
 ) -> tuple[XentSums, Any, Any]:
@@ -95,24 +90,17 @@ def xent_and_grads(
         target_Bc = total(jnp.sum(jnp.where(is_target_BcV, logits_BcV, 0.0), axis=-1))
         ce, z = jnp.sum(m_Bc * (lse_Bc - target_Bc)), jnp.sum(m_Bc * lse_Bc**2)
         correct = jnp.sum(m_Bc * (target_Bc >= top_Bc))
-        loss, uniform, is_token_11V = ce + z_weight * z, jnp.zeros(()), column_11V < vocab_size
-        if smoothing:
-            mean_Bc = total(jnp.sum(jnp.where(is_token_11V, logits_BcV, 0.0), axis=-1)) / vocab_size
-            uniform = jnp.sum(m_Bc * (lse_Bc - mean_Bc))
-            loss = loss + smoothing * (uniform - ce)
         entropy = jnp.zeros(())
         if not with_grads:
-            mean_Bc = total(jnp.sum(exp_BcV * jnp.where(is_token_11V, logits_BcV, 0.0), axis=-1)) / sum_Bc
+            mean_Bc = total(jnp.sum(exp_BcV * jnp.where(column_11V < vocab_size, logits_BcV, 0.0), axis=-1)) / sum_Bc
             entropy = jnp.sum(m_Bc * (lse_Bc - mean_Bc))
-        step = XentSums(loss, ce, z, correct, jnp.sum(m_Bc), uniform, entropy)
+        step = XentSums(ce + z_weight * z, ce, z, correct, jnp.sum(m_Bc), entropy)
         sums = jax.tree.map(jnp.add, sums, step)
         if not with_grads:
             return (sums, dw), None
-        # d loss / d logits = weight * (p * (1 + 2 z_weight lse) - (1 - smoothing) onehot - smoothing / V)
+        # d loss / d logits = weight * (p * (1 + 2 z_weight lse) - onehot)
         scale_Bc = m_Bc * (1.0 + 2.0 * z_weight * lse_Bc) / sum_Bc
-        dlogits_BcV = exp_BcV * scale_Bc[..., None] - jnp.where(is_target_BcV, (1.0 - smoothing) * m_Bc[..., None], 0.0)
-        if smoothing:
-            dlogits_BcV = dlogits_BcV - jnp.where(is_token_11V, smoothing / vocab_size * m_Bc[..., None], 0.0)
+        dlogits_BcV = exp_BcV * scale_Bc[..., None] - jnp.where(is_target_BcV, m_Bc[..., None], 0.0)
         dlogits_BcV = dlogits_BcV.astype(x_BTD.dtype)
         dx_BcD = jnp.einsum("bcv,vd->bcd", dlogits_BcV, w_VD)
         dw = dw + jnp.einsum("bcv,bcd->vd", dlogits_BcV, x_BcD, preferred_element_type=jnp.float32)

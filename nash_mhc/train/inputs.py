@@ -39,7 +39,7 @@ from nash_mhc.parallel.sharding import RULES
 from nash_mhc.runtime.profile import disable_command_buffers
 from nash_mhc.runtime.watchdog import Watch
 from nash_mhc.storage.errors import as_config_error
-from nash_mhc.storage.files import digest_of, digest_of_file
+from nash_mhc.storage.files import digest_of, digest_of_file, is_remote
 from nash_mhc.telemetry.sinks import check_wandb
 from nash_mhc.train.device_batches import abstract_batch
 from nash_mhc.train.evaluate import Evaluator

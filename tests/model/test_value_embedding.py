@@ -74,7 +74,7 @@ def test_a_model_with_tables_cannot_be_exported() -> None:
 
 
 def test_groups_that_do_not_divide_the_layers_are_an_error() -> None:
-    with pytest.raises(ConfigError, match=r"value_embeddings 3.*12 layers.*model\.layers 4"):
+    with pytest.raises(ConfigError, match=r"model\.layers 4 .*12.*value_embeddings 3"):
         dataclasses.replace(DENSE, value_embeddings=3)
 
 

@@ -106,7 +106,6 @@ def test_the_tables_of_splash_lie_on_no_device():
         (("cudnn", "cpu", "bfloat16", 128, 64, None), "runs on gpu, not on cpu"),
         (("splash", "gpu", "bfloat16", 128, 64, None), "runs on tpu, not on gpu"),
         (("cudnn", "gpu", "float32", 128, 64, None), "takes bfloat16, not float32"),
-        (("pallas", "gpu", "bfloat16", 128, 64, 9), "has no window"),
         (("splash", "tpu", "bfloat16", 100, 64, None), "takes a T that is a multiple of 128, not 100"),
         (("xla", "cpu", "float32", 7, 2, 3), None),
     ],

@@ -164,5 +164,5 @@ def test_an_average_is_kept_whole():
 
 def test_moments_of_another_optimizer_are_refused_in_a_line():
     cfg = dataclasses.replace(CFG, optim=dataclasses.replace(CFG.optim, optimizer="muon"))
-    with pytest.raises(ConfigError, match=r"--moments-dtype bfloat16 .*--optimizer muon"):
+    with pytest.raises(ConfigError, match=r"--moments-dtype bfloat16 .*--optimizer .*muon"):
         abstract_state(cfg)

@@ -82,7 +82,7 @@ def test_every_command_that_is_printed_runs_as_it_stands(tmp_path, shell):
     (line,) = proposed(out)
     assert line == f"{sys.executable} -m nash_mhc.train --dataset 'my data' {shlex.join(SMALL)}"
     out = type_(f"{line} --checkpoint-dir 'my runs/first one'")
-    assert out.startswith("1 x cpu, float32; ")  # no mesh on one device
+    assert out.startswith("1 x cpu, float32, remat none; ")  # no mesh on one device
     assert re.search(r"\nheld out: \d+ of 60 documents, \d\.\d% of the text", out)
     run = json.loads((tmp_path / "my runs" / "first one" / "run.json").read_text())["config"]
     assert (run["data"]["seq_len"], run["data"]["tokenizer"], run["model"]["vocab_size"]) == (64, "my data/tokenizer", 300)

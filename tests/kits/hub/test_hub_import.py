@@ -25,7 +25,7 @@ from nash_mhc.kits.hub.config_json import family_config, family_of, read_config
 from nash_mhc.kits.hub.folder import Entry, HubFolder, read_weights
 from nash_mhc.kits.hub.tensors import shapes
 from nash_mhc.loading.load import load
-from nash_mhc.model.sampling import generate_tokens
+from nash_mhc.model.sampling import Sampling, generate_tokens
 from nash_mhc.parallel.mesh import make_mesh
 from nash_mhc.train.inferred_settings import infer_settings
 from nash_mhc.train.resume import check_resume
@@ -87,7 +87,7 @@ def test_greedy_text_equals_transformers(folders, name):
     import torch
 
     loaded, prompt = load(folders(name)), [256, *range(65, 95)]
-    options = {"seq_len": 128, "end": -1, "max_tokens": 60, "temperature": 0.0}
+    options = {"seq_len": 128, "end": -1, "max_tokens": 60, "how": Sampling(temperature=0.0)}
     ours = list(generate_tokens(loaded.model, prompt, **options))
     model = by_torch(folders(name))
     theirs = model.generate(torch.tensor([prompt]), max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
