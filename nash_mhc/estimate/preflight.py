@@ -184,6 +184,7 @@ def fastest_here(cfg: RunConfig, given: Mapping[str, Any]) -> RunConfig:
         )
     best = found[0]
     flags = " ".join(as_flags(best.settings))
-    log.info(f"--mesh-auto: {flags} ({_size(best.memory.total)} per device, best of {len(found)} layouts)")
+    if jax.process_index() == 0:
+        log.info(f"--mesh-auto: {flags} ({_size(best.memory.total)} per device, best of {len(found)} layouts)")
     chosen = {name: getattr(best.cfg.train, name) for name in ("grad_accum", "remat", "remat_keep")}
     return dataclasses.replace(cfg, mesh=best.cfg.mesh, data=best.cfg.data, train=dataclasses.replace(cfg.train, **chosen))

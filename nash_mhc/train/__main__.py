@@ -90,8 +90,6 @@ def _start(parsed: Parsed) -> int:
     logs.configure(cfg.telemetry.log_level)
     if parsed.own.mesh_auto:
         join(cfg)  # before the devices are used to find the fastest mesh
-        if jax.process_index() > 0:
-            logs.silence()
         cfg = fastest_here(cfg, parsed.given)
     if parsed.print_config:
         resolved, _ = resolve(cfg)

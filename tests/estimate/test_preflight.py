@@ -8,6 +8,7 @@ import shlex
 import jax
 import pytest
 import small
+from command_process import CommandProcess
 from runs import RUN, at, described_run
 
 from nash_mhc.config import ConfigError, parsing
@@ -146,6 +147,15 @@ def test_the_best_mesh_for_the_devices_here_is_taken(messages):
     kept = preflight.fastest_here(asked, {"mesh.tp": 2, "train.remat": "full"})
     assert kept.mesh.tp == 2
     assert kept.train.remat == asked.train.remat  # the user's settings stay
+
+
+def test_mesh_auto_emulates_devices(tmp_path):
+    """The number of emulated devices must be set before JAX starts a backend."""
+    small_model = "--model-layers 1 --model-width 32 --model-ffn 64 --seq-len 64".split()
+    words = ["-m", "nash_mhc.train", "--mesh-auto", "--num-devices", "4", "--print-config", *small_model]
+    done = CommandProcess(words, tmp_path, XLA_FLAGS=None).end()
+    assert done.returncode == 0, done.stderr
+    assert "--mesh-auto: --mesh-data " in done.stdout + done.stderr
 
 
 def test_a_mesh_that_does_not_fit_is_not_taken(monkeypatch):
