@@ -109,7 +109,8 @@ def main() -> int:
     prompts = [chat_prompt(args.prompt, args.system) if args.chat else Prompt(args.prompt)]
     if args.prompts:
         prompts = read_prompts(Path(args.prompts), chat=args.chat, system=args.system)
-    check_model_folder("", args.folder, "; give the text to continue with --prompt")
+    hint = "" if args.prompt or args.prompts else "; give the text to continue with --prompt"
+    check_model_folder("", args.folder, hint)
     loaded = load(args.folder, args.step)
     if is_remote(args.folder) or (Path(args.folder) / "run.json").exists():
         use_compilation_cache(to_path(args.folder))  # has the program of the run's samples
