@@ -206,7 +206,9 @@ def assert_same_run(got: Any, want: Any, *, rtol: float = 1e-4, health: bool = T
 
 def small_meter(history, saved=None, **state):
     """A meter that has taken in the metrics of these steps."""
-    meter = Meter(slots=256, flops_per_token=1.0, peak_flops=1.0, **{"step": 0, "updates": 0, "saved": saved or {}} | state)
+    meter = Meter(
+        tokens_per_step=256, flops_per_token=1.0, peak_flops=1.0, **{"step": 0, "updates": 0, "saved": saved or {}} | state
+    )
     for number, metrics in enumerate(history, start=1 + state.get("step", 0)):
         meter.add(number, {k: np.asarray(v) for k, v in metrics.items()})
     return meter

@@ -29,7 +29,7 @@ ABOUT = {
 USAGE = f"python -m nash_mhc.bench {' | '.join(ABOUT)} [flags of train]"
 _VARIANTS = "nash-mhc,dense,dense-mhc,dense-conv-mhc"  # of those in quality.py, which imports JAX
 _TABLES = {"quality": "findings", "parts": "parts", "kernels": "kernels"}  # modules with a table of their own
-_REMOVED = dict.fromkeys(("data", "telemetry"), "metrics.jsonl of a run has data_wait_ms, step_ms and goodput")
+_REMOVED = dict.fromkeys(("data", "telemetry"), "instead, see data_wait_ms, step_ms and goodput in metrics.jsonl of a run")
 
 
 def _own_flags(command: str, group: argparse._ArgumentGroup) -> None:

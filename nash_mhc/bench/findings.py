@@ -14,13 +14,13 @@ _NOTE = "All variants have the same data, steps, seeds and parameters (by FFN wi
 
 
 def compare(variants: dict[str, Figures]) -> None:
-    """Add mean, spread (max - min) and the difference to dense for each seed; None where a run diverged."""
+    """Add mean, spread (max - min) and the difference from dense for each seed; None where a run diverged."""
     dense = variants.get("dense", {}).get("held_out")
     for figures in variants.values():
         losses = figures["held_out"]
-        whole = None not in losses
-        figures["mean"] = statistics.fmean(losses) if whole else None
-        figures["spread"] = max(losses) - min(losses) if whole else None
+        complete = None not in losses
+        figures["mean"] = statistics.fmean(losses) if complete else None
+        figures["spread"] = max(losses) - min(losses) if complete else None
         if dense:
             figures["minus_dense"] = [None if None in pair else pair[0] - pair[1] for pair in zip(losses, dense, strict=True)]
 

@@ -175,7 +175,7 @@ class RopeScaling:
         return ",".join([self.kind, *(f"{name}={getattr(self, name):.17g}" for name in (*_REQUIRED[self.kind], *changed))])
 
     @property
-    def cos_and_sin(self) -> float:
+    def cos_sin_amplitude(self) -> float:
         """Return the factor on cos and sin."""
         if self.kind != "yarn":
             return 1.0

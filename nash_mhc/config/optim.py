@@ -49,7 +49,7 @@ class OptimConfig(Section):
     )
     schedule: str = key("cosine", "learning rate schedule after the warm-up", choices=("cosine", "wsd", "constant"))
     decay_fraction: float = key(0.2, "fraction of the steps, at the end of the run, in which wsd decays", low=0, high=1)
-    weight_decay: float = key(0.1, "weight decay of matrices (normuon: up to 2.8 times as much, less in long runs)", low=0)
+    weight_decay: float = key(0.1, "weight decay of matrices; normuon multiplies it by 2.8, or by less in long runs", low=0)
     b1: float = key(0.9, "decay of AdamW's first moment", low=0, high=1)
     b2: float = key(0.95, "decay of AdamW's second moment", low=0, high=1)
     eps: float = key(1e-8, "epsilon of AdamW", above=0)

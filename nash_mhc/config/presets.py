@@ -98,8 +98,11 @@ def model(name: str = "tiny") -> ModelConfig:
 _BATCH_FACTOR = {"cpu": 1, "gpu": 4, "tpu": 8}
 
 
-def of_profile(platform: str, values: Mapping[str, Any]) -> Settings:
-    """Scale the batch by a factor and Adam's learning rate by its square root, as gradient noise falls."""
+def profile_settings(platform: str, values: Mapping[str, Any]) -> Settings:
+    """Return the batch size and learning rate for a platform.
+
+    The batch is scaled by a factor, and Adam's learning rate by its square root, because gradient noise falls.
+    """
     factor = _BATCH_FACTOR[platform]
     found = {
         "data.batch_size": values["data.batch_size"] * factor,

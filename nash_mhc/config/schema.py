@@ -1,4 +1,6 @@
-"""Every key of a run: frozen dataclasses, checked at construction. No jax, no I/O.
+"""The whole run (`RunConfig`) and the checks between sections. No jax, no I/O.
+
+The keys themselves are in sections.py, model.py and optim.py: frozen dataclasses, checked at construction.
 
 The command line, `--help`, the YAML reader and the checks all read the same field: a key added here exists everywhere.
 """

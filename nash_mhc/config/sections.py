@@ -255,7 +255,7 @@ class TrainConfig(Section):
     )
     resume_from: str | None = key(
         None,
-        "directory of a run to continue in --checkpoint-dir, with its weights, optimizer state, schedule and step count",
+        "run directory to continue from: its weights, optimizer state, schedule and step count; writes to --checkpoint-dir",
         path=True,
         remote=True,
     )

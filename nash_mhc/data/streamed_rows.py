@@ -69,7 +69,7 @@ class ParquetLanes(Corpus):
         shapes, self.total, self._documents = [], 0, 0
         for number, path in enumerate(self._paths):
             if kind_of(path) != "parquet":
-                raise ConfigError(f"{path}: --streaming reads only Parquet and Hugging Face data; leave it out")
+                raise ConfigError(f"{path}: --streaming reads only Parquet and Hugging Face data; leave out --streaming")
             with open_parquet(path) as table:
                 self._columns.among(table.schema_arrow.names, f"{path}:1")
                 counts = [table.metadata.row_group(i).num_rows for i in range(table.num_row_groups)]

@@ -234,7 +234,10 @@ def _all_reduce(devices: list[Any]) -> Finding:
 
 def check_storage(folder: str) -> Iterator[Event]:
     """Write a file to the folder, or to its nearest parent that exists, and read it."""
-    remedy = f"give this user write access to {folder}, or name another folder here and with train --checkpoint-dir"
+    remedy = (
+        f"make {folder} a directory that this user can write to, or use another folder, for doctor and for "
+        "train --checkpoint-dir"
+    )
     yield Doing("storage", f"writing to {folder}", remedy)
     path = to_path(folder)
     existing = path if is_remote(path) else next(each for each in (path, *path.absolute().parents) if each.exists())

@@ -22,7 +22,7 @@ _HEAD = ("task", "metric", "value", "stderr")
 # flag -> (lowest value, default, help)
 _OPTIONS: dict[str, tuple[int, int | None, str]] = {
     "--batch-size": (1, 8, "sequences per forward pass over all devices; a multiple of mesh-data x mesh-fsdp"),
-    "--limit": (1, None, "number of documents to evaluate per task; for stories, held_out and bytes:FILE, of sequences"),
+    "--limit": (1, None, "number of documents per task (for stories, held_out and bytes:FILE: number of sequences)"),
     "--num-fewshot": (0, None, "number of examples before each question (default: set by the task)"),
     "--step": (0, None, "checkpoint to use (default: the run's final one)"),
     "--mesh-data": (-1, 1, "number of data-parallel replicas; -1: fill the remaining devices"),

@@ -194,7 +194,10 @@ def stories(loaded: Loaded, mesh: Mesh, *, batch_size: int, limit: int | None = 
 
 
 def held_out(loaded: Loaded, mesh: Mesh, *, batch_size: int, limit: int | None = None) -> dict[str, float]:
-    """Evaluate on a run's own held-out data, by its own objective: as many sequences as in training, or `limit`."""
+    """Evaluate on a run's own held-out data, by its own objective.
+
+    The number of sequences is that of an evaluation during training, or `limit`.
+    """
     cfg = loaded.config
     if not loaded.step:
         raise ConfigError(f"--tasks {HELD_OUT}: the model is not a run, so its data is unknown; use stories or bytes:FILE")

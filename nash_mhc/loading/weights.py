@@ -95,7 +95,9 @@ def read_record(record: Record, shape: Any, place: Place, *, verified: bool = Fa
         if form is None:
             raise ConfigError(f"{name}: the base model of this run's adapters is missing; restore it{_MOVED}")
         if not verified and "sha256" in record and from_leader(lambda: form.identity(path)) != record["sha256"]:
-            raise ConfigError(f"{name}: sha256 differs from the model this run started from; restore it, or start a new run")
+            raise ConfigError(
+                f"{name}: sha256 differs from that of the model this run started from; restore it, or start a new run"
+            )
         return form.read(path, like)
     run, step = RunFolder(name), record["step"]
     if not verified:

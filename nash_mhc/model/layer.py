@@ -33,10 +33,18 @@ _RESIDUALS: dict[str, Any] = {"mhc": HyperConnection, "mhc-layer": HyperConnecti
 def register_mixer(name: str, mixer: Any) -> None:
     """Register a sequence mixer, a module class, for `--model-mixer` and `--model-pattern`.
 
-    `Attention` is the example. A mixer has `init(cfg, key=)`, `__call__(x_BTD, layout, window=, kernel=)`, for decoding
-    `init_cache` and `step`, and `flops_per_token`. A token's output depends on no later token and on no other document
-    (`layout`); if the mixer has no coarse scales, it begins with `layout.original_layout()`. Its input and output are
-    constrained to the axes ("batch", "time", "width") and ("batch", "time_split", "width").
+    `Attention` is the example. A mixer has these methods; the first, the third and the last are static:
+
+        init(cfg, key=) -> mixer
+        __call__(x_BTD, layout, window=, kernel=) -> y_BTD; it may ignore `kernel`
+        init_cache(cfg, window, layers, batch, seq_len, dtype) -> cache of a stack of layers, for decoding
+        step(x_B1D, cache, at) -> (y_B1D, cache)
+        flops_per_token(cfg, window, seq_len) -> float
+
+    With --model-value-embeddings, `__call__` and `step` also get `values=`. A token's output depends on no later token
+    and on no other document (`layout`); if the mixer has no coarse scales, it begins with `layout.original_layout()`.
+    The mixer itself constrains its input and output to the axes ("batch", "time", "width") and ("batch", "time_split",
+    "width").
     """
     _MIXERS[name] = mixer
     names.MIXERS.append(name)
@@ -49,7 +57,10 @@ def register_ffn(name: str, ffn: Any) -> None:
 
 
 def register_residual(name: str, residual: Any) -> None:
-    """Register a residual connection for `--model-residual`. See `PlainResidual` for its methods."""
+    """Register a residual connection for `--model-residual`. See `PlainResidual` for its methods.
+
+    If its state is a `StreamState`, the layer captures its maps and streams.
+    """
     _RESIDUALS[name] = residual
     names.RESIDUALS.append(name)
 
@@ -111,15 +122,15 @@ class Layer(eqx.Module):
                 x_BTD = self.attention_conv(x_BTD, layout.original_segments_BT)
             with jax.named_scope("mixer"):
                 y_BTD = self.attention(x_BTD, layout, window=window, kernel=kernel, **extra)
-            capture("mixer_output", lambda: y_BTD)
+            capture("mixer_output", lambda: y_BTD)  # for model/inside.py
             return y_BTD, None
 
         entered = state
         state, _, maps = self._apply(state, run_mixer)
         with jax.named_scope("health"):
             if isinstance(entered, StreamState):
-                capture("streams", lambda: watch_streams(entered, maps))
-                capture("stream_maps", lambda: tuple(m.res for m in maps))
+                capture("streams", lambda: watch_streams(entered, maps))  # for the health metrics
+                capture("stream_maps", lambda: tuple(m.res for m in maps))  # for model/inside.py
         return state
 
     def step(self, state: State, cache: LayerCache, at: TokenAt, values: TokenValues | None = None) -> tuple[State, LayerCache]:
@@ -150,11 +161,15 @@ class Layer(eqx.Module):
         return float(mixer + ffn_class(kind).flops_per_token(cfg) + residuals)
 
     def _apply(self, state: State, run_mixer: Callable[[Array], tuple[Array, Any]]) -> tuple[State, Any, list[Any]]:
-        """Return (residual state, second result of `run_mixer`, maps of each residual)."""
+        """Run the mixer and the feed-forward network.
+
+        Return (residual state, second result of `run_mixer`, maps of each residual).
+        """
         x_BTD, maps = self.attention_residual.read(state, self.attention_norm)
         y_BTD, cache = run_mixer(x_BTD)
-        if type(self.attention_residual) is not type(self.ffn_residual):
-            # mhc-layer: x = norm(H_pre X), y = mixer(x), X' = H_res X + H_post (y + ffn(norm(x + y)))
+        if type(self.attention_residual) is not type(self.ffn_residual):  # only `init` with mhc-layer makes them differ
+            # x = norm(H_pre X), y = mixer(x), X' = H_res X + H_post (y + ffn(norm(x + y)))
+            # `ffn_residual` is plain and has no maps: its `write` adds.
             x_BTD, _ = self.ffn_residual.read(self.ffn_residual.write(x_BTD, y_BTD, None), self.ffn_norm)
             return self.attention_residual.write(state, y_BTD + self._feed_forward(x_BTD), maps), cache, [maps]
         state = self.attention_residual.write(state, y_BTD, maps)

@@ -1,4 +1,7 @@
-"""The language model: embedding, a scan over stacked layers, final norm, output projection."""
+"""The language model: embedding, a scan over stacked layers, final norm, output projection.
+
+Shape letters: docs/model.md. Axis names: parallel/sharding.py.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,18 @@ from nash_mhc.parallel.params import HEAD, TABLE, param, stacked
 from nash_mhc.parallel.sharding import for_compute
 
 TABLE_SCALE = 0.5  # initial scale of embedding and output: small logits, so the first loss is near ln V
-Captures = dict[str, Any]  # captures of all layers, by name, with a leading layer axis
-_HEALTH = ("game", "streams")  # of the scales and the residual; captured in every pass; XLA removes them if unused
+Captures = dict[str, Any]  # captures by name; leading axis: the layers that have it, in order
+# Captured in every pass for `health`; XLA removes them if unused. game: how the multiscale mixer weighs its scales
+# (ops/nash.py). streams: mixing matrices and sizes of the residual streams.
+_HEALTH = ("game", "streams")
 
 
 def kernel_for(execution: Execution, seq_len: int, head_dim: int, window: int | None = None) -> str:
-    """Return the attention kernel that the execution names, or the best one on this platform."""
+    """Return the attention kernel that the execution names, or the best one on this platform.
+
+    It is the preferred kernel of the whole model, because the layout depends on it. A layer that does not support it
+    falls back to another (`supported_kernel`).
+    """
     if execution.attention != "auto":
         return execution.attention
     return best_kernel(jax.default_backend(), execution.dtype, seq_len, head_dim, window)
@@ -141,8 +150,8 @@ class LM(eqx.Module):
         wanted = {*_HEALTH, *execution.captures}
 
         @functools.partial(jax.checkpoint, policy=remat_policy(execution.remat, float8=execution.float8), static_argnums=0)
-        # `values` are sharded over the vocabulary: `embed` gathers and casts what it looks up.
         def run_layer(kind: LayerKind, state: State, layer: Layer, values: ValueEmbedding | None) -> tuple[State, Captures]:
+            # Not `values`: they are sharded over the vocabulary, and `embed` gathers and casts only what it looks up.
             layer = for_compute(layer, x_BTD.dtype)
             layer = in_float8(layer) if execution.float8 else layer
             with recording(wanted) as captured:
@@ -222,9 +231,10 @@ class LM(eqx.Module):
 
 
 def flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
-    """Return the useful matmul FLOPs of one training token: 6 per weight, and causal attention counted once.
+    """Return the useful matmul FLOPs of one training token: 6 per weight, plus attention.
 
-    Lookups, norms, softmaxes, convolutions, pooling, the game, the mixing of streams and recomputation are not counted.
+    Attention counts only visible query-key pairs. Lookups, norms, softmaxes, convolutions, pooling, the game, the
+    mixing of streams and recomputation are not counted.
     """
     layers = sum(Layer.flops_per_token(cfg, kind, seq_len) for kind in cfg.group) * (cfg.layers // len(cfg.group))
     return layers + 6.0 * cfg.vocab_size * cfg.width

@@ -64,8 +64,8 @@ def alpha_of(cfg: LoraConfig) -> float:
     return 2.0 * cfg.rank if cfg.alpha is None else cfg.alpha
 
 
-def factor_of(cfg: LoraConfig) -> float:
-    """Return the factor of the adapters' product."""
+def scaling_of(cfg: LoraConfig) -> float:
+    """Return the LoRA scaling: alpha / rank, or alpha / sqrt(rank) for rsLoRA."""
     return alpha_of(cfg) / (math.sqrt(cfg.rank) if cfg.rslora else cfg.rank)
 
 
@@ -110,7 +110,7 @@ def adapted(model: Any, cfg: LoraConfig, key: Array) -> Any:
         bound = 1 / math.sqrt(math.prod(inputs))
         a = jax.random.uniform(jax.random.fold_in(key, number), (*stack, *inputs, cfg.rank), minval=-bound, maxval=bound)
         b = jnp.zeros((*stack, cfg.rank, *outputs))
-        return Lora(base, a, b, inputs=declared.inputs, factor=factor_of(cfg), dropout=cfg.dropout)
+        return Lora(base, a, b, inputs=declared.inputs, factor=scaling_of(cfg), dropout=cfg.dropout)
 
     return map_declared(model, replace)
 

@@ -73,7 +73,7 @@ class ShortConv(eqx.Module):
 
     @staticmethod
     def init_cache(cfg: ModelConfig, layers: int, batch: int, dtype: Any) -> Float[Array, "L B J D"]:
-        """Return an empty cache for a stack of layers: zeros, as before a document."""
+        """Return an empty cache for a stack of layers: zeros, as at the start of a document."""
         return jnp.zeros((layers, batch, cfg.conv_taps - 1, cfg.width), dtype)
 
     def step(

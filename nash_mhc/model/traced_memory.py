@@ -292,7 +292,10 @@ def _ancestors_of_outputs(program: _Program) -> set[int]:
 
 
 def activations(cfg: ModelConfig, execution: Execution, rows: int, seq_len: int, tp: int) -> Activations:
-    """Return the bytes of `rows` sequences on one device. Heads, ffn, and time between layers are split over `tp`."""
+    """Return the bytes of `rows` sequences on one device.
+
+    `tp` splits heads, ffn and, between layers, the time axis.
+    """
     seq_len += -seq_len % cfg.coarsest_stride
     local = dataclasses.replace(
         cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp, layers=len(cfg.group)

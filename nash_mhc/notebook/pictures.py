@@ -38,7 +38,7 @@ def _heat_map(axis: Any, values: np.ndarray, *, power: float = 1.0, cmap: str = 
     return axis.imshow(values, norm=PowerNorm(power, vmin=0, vmax=1), cmap=cmap, aspect=aspect, interpolation="nearest")
 
 
-def _curves(axis: Any, title: str, xlabel: str | None = None, *, top: float = 1.0) -> None:
+def _label_curves(axis: Any, title: str, xlabel: str | None = None, *, top: float = 1.0) -> None:
     """Label an axis of curves between 0 and `top`."""
     axis.set_title(title, fontsize=9, loc="left")
     axis.set_xlabel(xlabel)
@@ -100,8 +100,8 @@ def health(rows: Sequence[Row]) -> Image:
     for layer in _some(len(measured[0]["health/scale_entropy"])):
         entropy.plot(steps, [row["health/scale_entropy"][layer] for row in measured], label=f"layer {layer}")
         finest.plot(steps, [row["health/scale_weight"][layer][0] for row in measured])
-    _curves(entropy, "entropy of the scale weights (1: uniform)", "step")
-    _curves(finest, "weight of the finest scale", "step")
+    _label_curves(entropy, "entropy of the scale weights (1: uniform)", "step")
+    _label_curves(finest, "weight of the finest scale", "step")
     entropy.legend()
     return _image(figure)
 
@@ -127,8 +127,8 @@ def average_weights(inside: Inside, names: Sequence[str]) -> Image:
     for c, name in enumerate(_scale_names(inside)):
         text.plot(inside.weights_LCTN[:, c].mean(axis=(0, 2)), label=name)
         depth.plot(inside.weights_LCTN[:, c].mean(axis=(1, 2)), marker="o")
-    _curves(text, "over the text")
-    _curves(depth, "over depth", "layer")
+    _label_curves(text, "over the text")
+    _label_curves(depth, "over depth", "layer")
     _name_tokens(text, names)
     depth.set_xticks(range(len(inside.weights_LCTN)))
     text.legend()
@@ -171,7 +171,7 @@ def gain(inside: Inside) -> Image:
     figure, ((axis,),) = _axes(1, height=2.6)
     axis.plot(inside.composite_LTRR.sum(axis=-1).max(axis=(1, 2)), marker="o", label="forward: largest row sum")
     axis.plot(inside.composite_LTRR.sum(axis=-2).max(axis=(1, 2)), marker=".", label="backward: largest column sum")
-    _curves(axis, "", "layer", top=2)
+    _label_curves(axis, "", "layer", top=2)
     axis.set_xticks(range(len(inside.composite_LTRR)))
     axis.legend()
     return _image(figure)

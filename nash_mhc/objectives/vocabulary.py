@@ -47,18 +47,18 @@ class ChunkedLoss(NamedTuple):
     # (x_BTD, w_VD, *arrays, vocab_axes=..., with_grads=...) -> (sums, d loss / d x, d loss / d w), as `xent_and_grads`
     compute: Callable[..., tuple[Any, Array | None, Array | None]]
     axes: tuple[Any, ...]  # logical axes of `arrays`
-    sums: Callable[..., Any]  # NamedTuple of scalars; only its field `loss` has a gradient
+    sums_class: Callable[..., Any]  # NamedTuple of scalars; only its field `loss` has a gradient
 
     def on_mesh(self, x_BTD: Array, w_VD: Array, arrays: tuple[Any, ...], *, with_grads: bool) -> tuple[Any, ...]:
-        """Return (sums,), or (sums, d loss / d x, d loss / d w)."""
+        """Compute the loss on the mesh; return (sums,), or with gradients (sums, d loss / d x, d loss / d w)."""
 
         def local(x: Array, w: Array, *arrays: Any) -> tuple[Any, ...]:
             sums, dx, dw = self.compute(*gather(x, w), *arrays, vocab_axes=mesh_axis("vocab"), with_grads=with_grads)
             gradients = () if dx is None or dw is None else reduce_gradients(dx, dw)
             return sum_over_batch(sums), *gradients
 
-        scalars = self.sums(*((),) * len(self.sums._fields))  # type: ignore[attr-defined]
-        out = (scalars, HIDDEN_AXES, TABLE_AXES) if with_grads else (scalars,)
+        no_axes = self.sums_class(*[()] * len(self.sums_class._fields))  # type: ignore[attr-defined]  # scalars
+        out = (no_axes, HIDDEN_AXES, TABLE_AXES) if with_grads else (no_axes,)
         with jax.named_scope("loss"):
             return on_shards(local, [HIDDEN_AXES, TABLE_AXES, *self.axes], out)(x_BTD, w_VD, *arrays)
 

@@ -164,7 +164,7 @@ def describe(mesh: Mesh) -> str:
 def indivisible_sizes(data: DataConfig, model: ArchitectureConfig, mesh_shape: Mapping[str, int]) -> list[DivisibleSize]:
     """Return the sizes that their mesh axes do not divide. Inside jit, such an axis would silently be replicated."""
     of_data = [DivisibleSize("batch", data.batch_size, "--batch-size"), DivisibleSize("time_split", data.seq_len, "--seq-len")]
-    return [length for length in (*of_data, *model.divisible_sizes()) if length.size % _shards(length, mesh_shape)]
+    return [size for size in (*of_data, *model.divisible_sizes()) if size.size % _shards(size, mesh_shape)]
 
 
 def check_fit(
@@ -181,9 +181,9 @@ def check_fit(
     if not (found := indivisible_sizes(data, model, mesh_shape)):
         return
     names: dict[str, list[str]] = {}
-    for length in found:
-        over = f"{' x '.join(RULES[length.axis])} = {_shards(length, mesh_shape)}"
-        names.setdefault(over, []).append(f"{length.flag} {length.size}")
+    for size in found:
+        over = f"{' x '.join(RULES[size.axis])} = {_shards(size, mesh_shape)}"
+        names.setdefault(over, []).append(f"{size.flag} {size.size}")
     (over, first), *others = ((over, " and ".join(sizes)) for over, sizes in names.items())
     rest = "".join(f", {sizes} over {over}" for over, sizes in others)
     remedies, count = [], math.prod(mesh_shape.values())
@@ -191,33 +191,33 @@ def check_fit(
     other = nearest_shape(mesh_shape, count, fits, all_devices=jax.distributed.is_initialized())
     if other is not None:
         remedies.append(as_flags(other, count))
-    if (resized := _resized(data, model, found, mesh_shape, resizable)) is not None:
+    if (resized := _suggest_sizes(data, model, found, mesh_shape, resizable)) is not None:
         remedies.append(resized)
     if not remedies:
         remedies.append("another size: no mesh of all devices fits")
     raise ConfigError(f"{first} cannot be split over {over}{rest}; try {', or '.join(remedies)}")
 
 
-def _shards(length: DivisibleSize, mesh_shape: Mapping[str, int]) -> int:
-    return math.prod(mesh_shape[axis] for axis in RULES[length.axis])
+def _shards(size: DivisibleSize, mesh_shape: Mapping[str, int]) -> int:
+    return math.prod(mesh_shape[axis] for axis in RULES[size.axis])
 
 
-def _resized(
+def _suggest_sizes(
     data: DataConfig,
     model: ArchitectureConfig,
     found: list[DivisibleSize],
     mesh_shape: Mapping[str, int],
     resizable: Collection[str],
 ) -> str | None:
-    """Return flags that make all sizes divide and the sections valid; None if there are none."""
+    """Return flags with sizes that fit the mesh and are valid settings; None if there are none."""
     paths = {key.flag: key.path.partition(".")[::2] for key in keys(model.architecture).values()}
     sections: dict[str, Any] = {"data": data, "model": model}
     wanted: dict[str, int] = {}
-    for length in found:
-        section, name = paths.get(length.flag, ("", ""))
-        if section not in resizable or (length.axis == "time_split" and Path(data.dataset).is_dir()):
+    for indivisible in found:
+        section, name = paths.get(indivisible.flag, ("", ""))
+        if section not in resizable or (indivisible.axis == "time_split" and Path(data.dataset).is_dir()):
             return None  # a prepared dataset has a fixed sequence length
-        wanted |= _nearest(model, length, _shards(length, mesh_shape), getattr(sections[section], name))
+        wanted |= _nearest(model, indivisible, _shards(indivisible, mesh_shape), getattr(sections[section], name))
     changes = {section: {paths[f][1]: size for f, size in wanted.items() if paths[f][0] == section} for section in sections}
     try:
         data, model = (dataclasses.replace(section, **changes[name]) for name, section in sections.items())
@@ -229,9 +229,9 @@ def _resized(
     return " ".join(f"{flag} {size}" for flag, size in wanted.items())
 
 
-def _nearest(model: ArchitectureConfig, length: DivisibleSize, shards: int, value: int) -> dict[str, int]:
-    """Return flags that make `length` divisible by `shards`; `value` is what its flag is set to now."""
-    axis, size, flag = length
+def _nearest(model: ArchitectureConfig, indivisible: DivisibleSize, shards: int, value: int) -> dict[str, int]:
+    """Return flags that make this size divisible by `shards`; `value` is what its flag is set to now."""
+    axis, size, flag = indivisible
     if axis == "vocab":  # upwards for the tokenizer; the model pads to a multiple of 128
         unit = math.lcm(128, shards)
         return {flag: -(-size // unit) * unit}

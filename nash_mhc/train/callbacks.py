@@ -142,7 +142,7 @@ _WEIGHT = "weight/"  # prefix: the weight of the mean with the rest of the name
 _LATEST = ("lr", "param_norm", "spikes")  # logged as the latest value, not as a mean
 _MINIMUM = ("health/scales_unused",)  # logged as the minimum of the interval
 _NOT_AVERAGED = ("tokens", "spike", "skipped", "empty", "health/res")
-_PICTURES = ("health/res", "health/scale_weight")  # drawn as pictures of a single step
+_ARRAYS = ("health/res", "health/scale_weight")  # drawn as pictures of a single step
 _MAX_LISTED = 100  # numbers of spikes or skipped steps in a row
 
 
@@ -219,24 +219,24 @@ class Meter:
     def __init__(
         self,
         *,
-        slots: int,
+        tokens_per_step: int,
         flops_per_token: float,
         peak_flops: float | None,
         step: int,
         updates: int,
         saved: dict[str, Any],
     ) -> None:
-        """`slots` is the number of tokens of a step, including padding. Without `peak_flops`, rows have no MFU.
+        """`tokens_per_step` includes padding. Without `peak_flops`, rows have no MFU.
 
         `saved` are the values of the checkpoint that the run resumes from, at `step` with this number of `updates`.
         """
-        self._slots, self._flops_per_token, self._peak = slots, flops_per_token, peak_flops
+        self._tokens_per_step, self._flops_per_token, self._peak = tokens_per_step, flops_per_token, peak_flops
         self.tokens_seen: int = saved.get("tokens_seen", 0)
         self.empty: int = saved.get("empty_steps", 0)
         self.skipped: int = step - updates - self.empty
         self.skipped_in_a_row: int = saved.get("skipped_in_a_row", 0)  # missing in old checkpoints
         self.last: dict[str, Any] = {}  # metrics of the latest step
-        self.pictures: dict[str, Any] = {k: v for k, v in saved.get("metrics", {}).items() if k in _PICTURES}
+        self.arrays: dict[str, Any] = {k: v for k, v in saved.get("metrics", {}).items() if k in _ARRAYS}
         self._interval = Interval(saved.get("interval"))
         self.reset()
 
@@ -254,7 +254,7 @@ class Meter:
         self._steps += 1
         weights = {name.removeprefix(_WEIGHT): float(value) for name, value in metrics.items() if name.startswith(_WEIGHT)}
         self.last = metrics = {name: value for name, value in metrics.items() if not name.startswith(_WEIGHT)}
-        self.pictures = {k: without_nan(metrics[k].tolist()) for k in _PICTURES if k in metrics}
+        self.arrays = {k: without_nan(metrics[k].tolist()) for k in _ARRAYS if k in metrics}
         self._interval.add(metrics, weights)
         for what in ("spike", "skipped"):
             if metrics[what] and not metrics["empty"]:
@@ -275,12 +275,12 @@ class Meter:
     def row(self) -> dict[str, Any]:
         """Return the row of the steps since the last one, and start the next interval."""
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        # MFU counts every slot of the batch: padding costs as much as text.
-        slots = self._steps * self._slots
+        # MFU counts padding, too: it costs as much as text.
+        tokens = self._steps * self._tokens_per_step
         row = self._interval.means(self.last) | {
             "steps": self._interval.steps,
             "tokens_per_s": self._tokens / seconds,
-            **({} if self._peak is None else {"mfu": slots * self._flops_per_token / seconds / self._peak}),
+            **({} if self._peak is None else {"mfu": tokens * self._flops_per_token / seconds / self._peak}),
             "tokens_seen": self.tokens_seen,
             "skipped": self.skipped,
             "step_ms": seconds / max(self._steps, 1) * 1e3,

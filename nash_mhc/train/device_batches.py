@@ -49,7 +49,8 @@ def share_of_batch(mesh: Mesh) -> tuple[int, int]:
     if sum(map(len, shares)) != split:
         tp = mesh.shape["tp"]
         raise ConfigError(
-            f"--mesh-tp {tp}: processes would read overlapping parts of a batch; use a divisor of the devices per process"
+            f"--mesh-tp {tp}: processes would read overlapping parts of a batch; use a divisor of the number of devices per "
+            "process"
         )
     return shares.index(tuple(sorted(held[jax.process_index()]))), len(shares)
 

@@ -212,15 +212,15 @@ class Evaluations:
     step: int | None = None  # of the latest evaluation
     sample: str | None = None  # the latest one
 
-    def evaluate(self, state: TrainState, step: int, pictures: dict[str, Any], *, write_row: bool = True) -> bool:
+    def evaluate(self, state: TrainState, step: int, arrays: dict[str, Any], *, write_row: bool = True) -> bool:
         """Evaluate the state and write a row; return False if there is no evaluator, or a signal stops the run.
 
         Without an evaluator, only write a sample after the last step.
-        `pictures` are measurements of the last step that the report draws as pictures.
+        `arrays` are measurements of the last step that the report draws as pictures.
         """
         if self.evaluator is None:
             if step >= self.last_step:
-                self.sample = self.samples.write(state.best_model)
+                self.sample = self.samples.write(state.averaged_model)
             return False
         try:
             with self.clock.during("compile"):
@@ -228,10 +228,10 @@ class Evaluations:
             values = self._score(self.evaluator, state.model, step)
             if state.ema is not None:
                 # In the dtype of the weights, for which the program was compiled.
-                averaged = jax.tree.map(lambda mean, weight: mean.astype(weight.dtype), state.best_model, state.model)
+                averaged = jax.tree.map(lambda mean, weight: mean.astype(weight.dtype), state.averaged_model, state.model)
                 values["eval/loss_ema"] = self._score(self.evaluator, averaged, step)["eval/loss"]
             with self.clock.during("evaluation"):
-                self.sample = self.samples.write(state.best_model)
+                self.sample = self.samples.write(state.averaged_model)
         except Stopped:
             log.info(f"the evaluation at step {step} was interrupted; the resumed run repeats it")
             return False
@@ -240,7 +240,7 @@ class Evaluations:
         self.best = self.best.after(step, values["eval/loss"])
         if write_row:
             sample = {} if self.sample is None else {"sample": self.sample}
-            self.telemetry.write(step, self.values | pictures | sample, file=EVALUATIONS)
+            self.telemetry.write(step, self.values | arrays | sample, file=EVALUATIONS)
         self.reporter.evaluation(step, self.values, self.floor, self.sample)
         return True
 
@@ -273,7 +273,7 @@ class Evaluations:
 
     def _answers(self, state: TrainState) -> tuple[list[Question], list[str]]:
         questions = [] if self.evaluator is None else self.evaluator.questions(_QUESTIONS)
-        return questions, self.samples.answer(state.best_model, [question.prompt for question in questions]) or []
+        return questions, self.samples.answer(state.averaged_model, [question.prompt for question in questions]) or []
 
     def load_best(
         self, store: Store, like: TrainState, state: TrainState, step: int, *, has_adapters: bool
@@ -291,7 +291,7 @@ class Evaluations:
         state = eqx.tree_at(lambda s: s.model, state, model)
         if state.ema is not None:
             state = eqx.tree_at(lambda s: s.ema, state, store.restore_part(best.step, like.ema, "ema"))
-        self.sample = self.samples.write(state.best_model)  # replaces the sample of the last step's model
+        self.sample = self.samples.write(state.averaged_model)  # replaces the sample of the last step's model
         return state, best.step
 
     def finish(self, state: TrainState, step: int) -> dict[str, float]:
@@ -304,7 +304,7 @@ class Evaluations:
         result: dict[str, Any] = {"step": step, "evaluation": evaluation}
         if self.test is not None:
             try:
-                values = self._score(self.test, state.best_model, step)
+                values = self._score(self.test, state.averaged_model, step)
             except Stopped:
                 return {}
             result["test"] = {name.replace("eval/", "test/"): value for name, value in values.items()}

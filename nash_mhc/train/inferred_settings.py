@@ -14,7 +14,7 @@ from nash_mhc.config import kits, presets
 from nash_mhc.config.fields import type_name
 from nash_mhc.config.keys import OURS, keys, sections
 from nash_mhc.config.parsing import Settings
-from nash_mhc.config.presets import of_profile
+from nash_mhc.config.presets import profile_settings
 from nash_mhc.config.recorded import is_unused
 from nash_mhc.config.schema import (
     ARCHITECTURES,
@@ -55,7 +55,7 @@ def infer_settings(given: Mapping[str, Any], values: Mapping[str, Any]) -> Setti
     found |= {} if source is None else source.infers(values)
     found |= ARCHITECTURES[values["model_kind"]].infers(values, found)
     if (platform := values["mesh.profile_for"]) is not None:
-        found |= of_profile(platform, values)
+        found |= profile_settings(platform, values)
     for path, key in keys(values["model_kind"]).items():
         if key.metadata.get("model_folder") and values[path] is not None:
             check_model_folder(key.flag, values[path])

@@ -38,7 +38,7 @@ class TrainState(eqx.Module):
     carry: Any = None  # values that the objective passes to the next step, sharded like the batch; usually None
 
     @property
-    def best_model(self) -> Any:
+    def averaged_model(self) -> Any:
         """Return the model with averaged weights if the run has them, else the model."""
         return self.model if self.ema is None else eqx.combine(self.ema, self.model)
 

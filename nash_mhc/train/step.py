@@ -68,6 +68,7 @@ def make_train_step(
         metrics |= {f"spike_score/{name}": score for name, score in zip(spikes.MEASURES, scores_M, strict=True)}
         metrics |= {"skipped": 1.0 * ~(is_good | is_empty), "empty": 1.0 * is_empty}
         metrics |= {"spike": 1.0 * is_spike, "spikes": recent.spikes}
+        # An empty batch has no gradient and is not counted as skipped; its carry is still valid and passes on.
         applies = is_good & ~is_empty
 
         with jax.named_scope("optimizer"):
@@ -137,6 +138,7 @@ def compile_train_step(
     """
     most_documents = source.most_documents if source is not None else most_documents
     shared = _train_step(ProgramKey.of(cfg), mesh, most_documents, padded_attention_length(cfg.model.alignment, source))
+    # Passed as arguments at each call, not compiled in.
     return shared.with_constants([Hyperparameters.of(cfg.optim, cfg.train)])
 
 
@@ -166,11 +168,14 @@ def objective_for(
     return named_objective(key.cfg.objective.name).make(key.cfg, execution)
 
 
-def padded_attention_length(alignment: int, source: RowSource | None) -> int | None:
-    """Return the length that attention pads sequences to so that documents are aligned; None if they already are."""
+def padded_attention_length(stride: int, source: RowSource | None) -> int | None:
+    """Return the length that attention pads sequences to, so that every document begins at a multiple of `stride`.
+
+    `stride` is the coarsest one of the model. None: the documents of `source` begin at such multiples already.
+    """
     if source is None or source.padded_length is None:
         return None
-    # Whole blocks of attention, and whole strides of the coarsest scale.
-    divides = _ATTENTION_BLOCK % alignment == 0 or alignment % _ATTENTION_BLOCK == 0
-    unit = math.lcm(_ATTENTION_BLOCK, alignment) if divides else alignment
+    # Whole strides, and whole blocks of attention if one divides the other; else their lcm would pad too much.
+    divides = _ATTENTION_BLOCK % stride == 0 or stride % _ATTENTION_BLOCK == 0
+    unit = math.lcm(_ATTENTION_BLOCK, stride) if divides else stride
     return -(-source.padded_length // unit) * unit

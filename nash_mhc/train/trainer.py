@@ -138,13 +138,15 @@ class Trainer:
         self.start = start = starting_state(cfg, mesh, store, inputs.source)
         self.state, self.step = start.state, start.step  # `state.step` counts updates only, without skipped steps
         store.warm_up(saved_part(start.state, cfg.lora))
+        # own: the checkpoint is this run's, not that of --resume-from.
         if start.own and "clock" in start.values:
             clock.resume(start.values["clock"], written=self.folder.completed_at(start.step), row=self.folder.last_row())
 
         # Write run.json, open metrics.jsonl and eval.jsonl.
         record = run_record.record(inputs, mesh, start, invocation)
         self.repeats_evaluation = inputs.evaluator is not None and start.evaluation_missing(cfg.train)
-        evaluated = start.step - self.repeats_evaluation  # an evaluation to repeat gets a new row
+        # Evaluation rows up to this step are kept: an evaluation to repeat gets a new row.
+        evaluated = start.step - 1 if self.repeats_evaluation else start.step
         self.telemetry = run_record.open_telemetry(inputs, record, evaluated=evaluated, step=start.step, sinks=sinks)
         self.saver = Saver(
             store, record.texts, owner=inputs.owner, last=start.step if start.own else None,
@@ -160,7 +162,7 @@ class Trainer:
         run_record.describe_changes(record.changed, cfg.to_dict(), int(start.state.step))
 
         self.meter = Meter(
-            slots=cfg.data.seq_len * inputs.sequences_per_step, flops_per_token=flops_per_token(cfg),
+            tokens_per_step=cfg.data.seq_len * inputs.sequences_per_step, flops_per_token=flops_per_token(cfg),
             peak_flops=peak_flops(mesh, cfg.train.dtype), step=start.step, updates=int(start.state.step), saved=start.values,
         )  # fmt: skip
         samples = Samples(cfg.telemetry, cfg.model, mesh, inputs.tokenizer, cfg.data.seq_len, cfg.train.dtype)
@@ -171,7 +173,7 @@ class Trainer:
         )  # fmt: skip
         self.callbacks: list[Callback] = [StepLog(inputs, mesh, self.meter, reporter, self.telemetry, clock, self.saver)]
         self.callbacks += profile_callback(cfg.telemetry, cfg.train, self.folder, start.step, self.step_fn, self.meter.exclude)
-        self._pending: tuple[int, Any] | None = None  # the latest step, and its metrics on the device
+        self._pending: tuple[int, Any] | None = None  # a dispatched step whose metrics are still on the device
         self._saved_step, self._save_requested, self._stop_reason = -1, False, ""
 
     def train(self) -> Result:
@@ -180,6 +182,7 @@ class Trainer:
         span: dict[str, int] = {"start_step": start.step, "stop_step": max(start.step, cfg.train.total_steps)}
         rows = host_batches(cfg.data, source, self.mesh, grad_accum=cfg.train.grad_accum, seed=cfg.train.seed, **span)
         add_fields = self.inputs.feed.reader(source)
+        # Fields such as a teacher's logits are added when a batch is yielded, so with the current model.
         batches = prefetched(rows, self.mesh, lambda batch: add_fields(self.state.model, batch))
         run_record.describe_epochs(self.inputs)
         self.reporter.begin(start.step)
@@ -210,6 +213,7 @@ class Trainer:
 
         The host dispatches a step, then reads the metrics of the previous one; it never waits for the latest step.
         """
+        # clock: where the run's wall time went. meter: speed per log interval, without evaluations and saves.
         train, meter, watch, clock = self.cfg.train, self.meter, self.watch, self.clock
         due = lambda interval: self.step == train.total_steps or (interval > 0 and self.step % interval == 0)
         meter.reset()
@@ -252,7 +256,10 @@ class Trainer:
             self._read_pending()
 
     def _read_pending(self) -> None:
-        """Wait for the latest step and read its metrics; let callbacks see them."""
+        """Wait for the step whose metrics are not read yet, read them, and let callbacks see them.
+
+        In the loop, that is the step before the one just dispatched.
+        """
         if self._pending is not None:
             (step, on_device), self._pending = self._pending, None
             metrics = jax.device_get(on_device)
@@ -262,7 +269,7 @@ class Trainer:
 
     def evaluate(self, *, write_row: bool = True) -> None:
         """Compute the held-out loss, if there is held-out data, and write a sample; a signal interrupts it."""
-        if self.evaluations.evaluate(self.state, self.step, self.meter.pictures, write_row=write_row):
+        if self.evaluations.evaluate(self.state, self.step, self.meter.arrays, write_row=write_row):
             self.notify("on_evaluation", self.step, self.evaluations.values)
 
     def save(self, *, wait: bool = False) -> None:
@@ -283,7 +290,10 @@ class Trainer:
             self.notify("on_save", self.step)
 
     def _finish(self) -> Result:
-        """Load the best checkpoint if the run ends with it, and compute the test score."""
+        """Load the best checkpoint if the run ends with it, and compute the test score.
+
+        Raise Interrupted if a signal came, even after the last step: the same call then only finishes the run.
+        """
         cfg, evaluations, is_short = self.cfg, self.evaluations, self.step < self.cfg.train.total_steps
         if is_short and self.out_of_patience:
             best = evaluations.best
@@ -307,7 +317,8 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        return self.state.best_model
+        """The model with averaged weights if the run has --ema-decay, else the trained model."""
+        return self.state.averaged_model
 
     @property
     def out_of_patience(self) -> bool:

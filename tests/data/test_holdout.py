@@ -15,7 +15,7 @@ from corpora import BYTES, prepared, stories, texts, write_jsonl
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import recipe as recipe_module
-from nash_mhc.data.documents.holdout import TRAINED_ON, HeldOut, key_of, survey
+from nash_mhc.data.documents.holdout import TRAINED_ON, HeldOut, key_of, choose_held_out
 from nash_mhc.data.prepared import chunks
 from nash_mhc.data.prepared.folder import Manifest, PreparedRows
 from nash_mhc.data.recipe import Document
@@ -102,17 +102,17 @@ def test_a_few_documents_give_about_their_share_and_never_most_of_the_text() -> 
     for seed in range(50):
         rng = random.Random(seed)
         sizes = {rng.getrandbits(64): int(rng.lognormvariate(8, 1.5)) + 1 for _ in range(rng.randrange(2, 200))}
-        rule = survey(sizes.items(), 0.05)
+        rule = choose_held_out(sizes.items(), 0.05)
         held_out = sum(size for key, size in sizes.items() if rule.part_of(key) != TRAINED_ON)
         assert 0 < held_out < sum(sizes.values())
         assert held_out <= max(0.1 * sum(sizes.values()), min(sizes.values()))
     rng = np.random.default_rng(0)
     many = dict.fromkeys(rng.integers(0, 2**64, 20_000, np.uint64).tolist(), 1000)
-    rule = survey(many.items(), 0.05)
+    rule = choose_held_out(many.items(), 0.05)
     assert sum(rule.part_of(key) != TRAINED_ON for key in many) / len(many) == pytest.approx(0.05, abs=0.005)
-    assert survey([(1, 10)], 0.05).by_piece
-    assert survey([(1, 10), (1, 10)], 0.05).by_piece
-    assert survey([(1, 10), (2, 10)], 0.0) == HeldOut()
+    assert choose_held_out([(1, 10)], 0.05).by_piece
+    assert choose_held_out([(1, 10), (1, 10)], 0.05).by_piece
+    assert choose_held_out([(1, 10), (2, 10)], 0.0) == HeldOut()
 
 
 def test_survey_reads_no_more_documents_than_needed() -> None:
@@ -124,7 +124,7 @@ def test_survey_reads_no_more_documents_than_needed() -> None:
             read += 1
             yield key_of([str(read).encode()]), 100
 
-    assert survey(endless(), 0.05).below == int(0.05 * 2**64)
+    assert choose_held_out(endless(), 0.05).below == int(0.05 * 2**64)
     assert read == 2000
 
 

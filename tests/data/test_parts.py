@@ -13,7 +13,7 @@ import pytest
 from corpora import BYTES, prepared, texts, write_jsonl
 
 from nash_mhc.config.schema import ConfigError, DataConfig
-from nash_mhc.data.documents.holdout import EVALUATED, TESTED, TRAINED_ON, by_share, survey
+from nash_mhc.data.documents.holdout import EVALUATED, TESTED, TRAINED_ON, by_share, choose_held_out
 from nash_mhc.data.pack import RowSource
 from nash_mhc.data.sources import open_held_out, open_source, open_test
 
@@ -62,9 +62,9 @@ def test_the_rule_gives_every_part_a_document() -> None:
         rng = random.Random(seed)
         sizes = {rng.getrandbits(64): int(rng.lognormvariate(8, 1.5)) + 1 for _ in range(rng.randrange(3, 40))}
         validation, test = rng.choice([(0.05, 0.1), (0.4, 0.5), (0.9, 0.05), (0.01, 0.02)])
-        rule = survey(sizes.items(), validation, test)
+        rule = choose_held_out(sizes.items(), validation, test)
         assert {rule.part_of(key) for key in sizes} == {TRAINED_ON, EVALUATED, TESTED}
-    assert {survey([(1, 9), (2, 9)], 0.0, 0.5).part_of(key) for key in (1, 2)} == {TRAINED_ON, TESTED}
+    assert {choose_held_out([(1, 9), (2, 9)], 0.0, 0.5).part_of(key) for key in (1, 2)} == {TRAINED_ON, TESTED}
     keys = np.random.default_rng(0).integers(0, 2**64, 10_000, np.uint64).tolist()
     rule, without = by_share(0.05, 0.1), by_share(0.05)
     shares = [np.mean([rule.part_of(key) == part for key in keys]) for part in (TRAINED_ON, EVALUATED, TESTED)]

@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_written_is_one_problem(here: Machine) -> None:
     code, found = here.examine("notes.txt/run", "--quick")
     assert (code, problems(found)) == (1, ["storage"])
     ((_, text),) = found["storage"]
-    assert "Not a directory" in text and "name another folder" in text
+    assert "Not a directory" in text and "use another folder" in text
     assert found["matmul"][0][0] == "ok"  # the other checks still run
 
 

@@ -124,4 +124,4 @@ def test_state_is_neither_trained_nor_averaged_and_is_the_same_on_a_mesh():
     small.assert_same_run(spread, whole)
     np.testing.assert_array_equal(spread[0].model.router.bias_E, whole[0].model.router.bias_E)
     assert whole[0].ema.router.bias_E is None
-    np.testing.assert_array_equal(whole[0].best_model.router.bias_E, whole[0].model.router.bias_E)
+    np.testing.assert_array_equal(whole[0].averaged_model.router.bias_E, whole[0].model.router.bias_E)

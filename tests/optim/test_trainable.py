@@ -52,7 +52,7 @@ def test_no_moments_and_no_averages_are_kept_of_what_is_frozen(frozen_run):
     under = lambda part: {name.removeprefix(part) for name in names if name.startswith(part)}
     assert under("ema.") == under("opt_state[1].mu.") == under("opt_state[1].nu.") == trained
     # The averaged model is complete.
-    assert set(named_leaves(frozen_run[0].best_model)) == set(named_leaves(frozen_run[0].model))
+    assert set(named_leaves(frozen_run[0].averaged_model)) == set(named_leaves(frozen_run[0].model))
 
 
 def test_the_program_computes_no_gradients_of_what_is_frozen():
@@ -133,7 +133,7 @@ def test_a_run_begins_with_averaged_and_frozen_weights_of_another(tmp_path):
     with Store(tmp_path / "run") as store:
         begun = starting_state(cfg, small.make_mesh(cfg.mesh), store)
     assert begun.init_from["averaged"]
-    assert_equal_states(begun.state.model, other.state.best_model)
+    assert_equal_states(begun.state.model, other.state.averaged_model)
     taken, last = named_leaves(begun.state.model), named_leaves(other.state.model)
     assert {name for name in last if np.array_equal(taken[name], last[name])} == {name for name in last if is_frozen(name)}
 

@@ -50,8 +50,11 @@ def by_share(fraction: float, test: float = 0.0) -> HeldOut:
     return HeldOut(below=int(fraction * _KEYS), test_below=int((fraction + test) * _KEYS))
 
 
-def survey(documents: Iterable[tuple[int, int]], fraction: float, test: float = 0.0) -> HeldOut:
-    """Return the rule for documents given as (key, bytes); reads no more than necessary."""
+def choose_held_out(documents: Iterable[tuple[int, int]], fraction: float, test: float = 0.0) -> HeldOut:
+    """Choose which documents to hold out, given the (key, size in bytes) of each.
+
+    Stop reading once there are enough documents to split by hash alone.
+    """
     sizes: dict[int, int] = {}
     shares = [share for share in (fraction, test) if share]
     for key, size in documents if shares else ():

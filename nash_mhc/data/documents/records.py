@@ -346,7 +346,7 @@ def _suggest_template(record: Any) -> str:
     if prompt is None or response is None:
         return by_flag
     templates = ("--prompt-template", rf"{{{prompt}}}\n", "--response-template", f"{{{response}}}")
-    return f"to learn the answers use {shlex.join(['--format', 'fields', *templates])}; or {by_flag}"
+    return f"to train on the answers, use {shlex.join(['--format', 'fields', *templates])}; or {by_flag}"
 
 
 def _messages(record: Any, where: str) -> list[Message]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from nash_mhc.config.schema import ConfigError
 from nash_mhc.data.documents.files import Corpus, Unreachable
-from nash_mhc.data.documents.holdout import survey
+from nash_mhc.data.documents.holdout import choose_held_out
 from nash_mhc.data.prepared.chunks import (
     Chunk,
     Job,
@@ -105,19 +105,20 @@ def _make_shards(
     recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path, dataset: str, workers: int, report: Report
 ) -> Manifest:
     job = _plan_job(recipe, tokenizer, corpus, folder)
-    notes = _run_chunks(job, corpus, workers, report)
-    if (other := with_one_piece_held_out(job, notes)) is not None:
-        job, notes = other, _run_chunks(other, corpus, workers, report)
-    if not any(note["splits"] for note in notes):
+    results = _run_chunks(job, corpus, workers, report)
+    if (other := with_one_piece_held_out(job, results)) is not None:
+        job, results = other, _run_chunks(other, corpus, workers, report)
+    if not any(result["splits"] for result in results):
         raise ConfigError(f"{corpus.names[0]}: no document with text; check --dataset")
     splits: dict[str, Split] = {}
-    for name in sorted({name for note in notes for name in note["splits"]}):
-        parts = [note["splits"][name] for note in notes if name in note["splits"]]
+    for name in sorted({name for result in results for name in result["splits"]}):
+        parts = [result["splits"][name] for result in results if name in result["splits"]]
         totals = {key: sum(part[key] for part in parts) for key in ("tokens", "slots", "documents")}
-        most = max(part["most_documents"] for part in parts)
-        room = max(part["room"] for part in parts) if job.is_dense else None
-        splits[name] = Split(tuple(Shard(**part["shard"]) for part in parts), **totals, most_documents=most, room=room)
-    totals = {key: sum(note[key] for note in notes) for key in ("bytes", "empty")}
+        most_documents = max(part["most_documents"] for part in parts)
+        aligned_length = max(part["room"] for part in parts) if job.is_dense else None  # of the longest row
+        shards = tuple(Shard(**part["shard"]) for part in parts)
+        splits[name] = Split(shards, **totals, most_documents=most_documents, room=aligned_length)
+    totals = {key: sum(result[key] for result in results) for key in ("bytes", "empty")}
     about = {"dataset": dataset, "left_out": corpus.left_out, "held_out": _describe_held_out(job, splits)}
     return Manifest(job.recipe, corpus.files, splits, **totals, about=about)
 
@@ -126,13 +127,13 @@ def _plan_job(recipe: Recipe, tokenizer: Tokenizer, corpus: Corpus, folder: Path
     """Decide which documents are held out, and whether documents are aligned."""
     documents = lambda: (document_of(raw, corpus.names, recipe) for raw in read_split(corpus, recipe, recipe["split"]))
     keys = ((d.key, d.size) for d in documents() if d.size)
-    rule = survey(keys, recipe["validation_fraction"], recipe.get("test_fraction", 0.0))
+    rule = choose_held_out(keys, recipe["validation_fraction"], recipe.get("test_fraction", 0.0))
     is_dense = recipe["align"] > 1 and alignment_wastes_space(documents(), recipe, tokenizer, corpus.names)
     return Job(recipe, tokenizer, corpus.names, folder, rule, is_dense)
 
 
 def _run_chunks(job: Job, corpus: Corpus, workers: int, report: Report) -> list[dict[str, Any]]:
-    """Return the notes of all chunks in order; start processes only if there is more than one chunk to make."""
+    """Return the results of all chunks in order; start processes only if there is more than one chunk to make."""
     notes: dict[int, dict[str, Any]] = {}
     read = tokens = 0
 
@@ -189,7 +190,7 @@ def _make_in_worker(chunk: Chunk) -> dict[str, Any]:
 
 
 def _describe_held_out(job: Job, splits: dict[str, Split]) -> str:
-    """Describe the held-out documents; empty without any, or if the data has its own splits."""
+    """Describe the held-out documents; empty if there are none, or if the data has its own splits."""
     recipe = job.recipe
     requested = {recipe["eval_split"]: recipe["validation_fraction"], recipe.get("test_split"): recipe.get("test_fraction")}
     held = {name: share for name, share in requested.items() if share and name in splits}

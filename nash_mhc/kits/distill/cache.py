@@ -36,7 +36,7 @@ from nash_mhc.train.device_batches import own_rows, to_device
 FILE = "teacher.json"
 _PARTIAL = "teacher.partial.json"  # settings of a cache that is being written
 _PROGRESS_INTERVAL = 16  # batches between two writes of the progress file
-_HOW = "python -m nash_mhc.distill cache --teacher RUN --dataset ... --out FOLDER makes one"
+_HOW = "cache them with python -m nash_mhc.distill cache --teacher RUN --dataset ... --out FOLDER"
 _AGAIN = "make the cache again"
 Tick = Callable[[int], None]
 

@@ -63,7 +63,7 @@ def _random_numbers(tokens_BT: Int[Array, "B T"], count: int, below: int) -> Int
 
 
 def other_tokens(ids_BTK: Int[Array, "B T K"], numbers_BTR: Int[Array, "B T R"]) -> Int[Array, "B T R"]:
-    """Return the n-th tokens outside of the top-k, for each number n."""
+    """Return, for each n in `numbers_BTR`, the n-th token id that is not in the top-k."""
     K = ids_BTK.shape[-1]
     # The n-th remaining token is n plus the number of top-k tokens before it.
     before_BTK = jnp.sort(ids_BTK, axis=-1) - jnp.arange(K)[None, None]

@@ -27,7 +27,7 @@ from nash_mhc.loading.formats import ModelFormat, load_tensors, save_tensors
 from nash_mhc.loading.load import Loaded, config_of, stop_tokens
 from nash_mhc.loading.weights import find_record, model_shape, on_devices, read_record
 from nash_mhc.model.architectures import abstract_model, count_parameters
-from nash_mhc.model.lora import adapters_of, alpha_of, base_of, factor_of, on_base
+from nash_mhc.model.lora import adapters_of, alpha_of, base_of, on_base, scaling_of
 from nash_mhc.model.weights import PROJECTIONS
 from nash_mhc.parallel.params import named_leaves
 from nash_mhc.storage.files import read_json
@@ -259,7 +259,7 @@ def _lora_config(peft: AdapterConfig, pairs: Mapping[tuple[str, int], _Pair]) ->
     if peft.is_uniform:
         return common
     rank = max(len(pair.a_RI) for pair in pairs.values())
-    return dataclasses.replace(common, rank=rank, alpha=factor_of(common) * rank, rslora=False)
+    return dataclasses.replace(common, rank=rank, alpha=scaling_of(common) * rank, rslora=False)
 
 
 def _stack(name: str, shape: tuple[int, ...], pairs: Mapping[tuple[str, int], _Pair], lora: LoraConfig) -> jax.Array:
@@ -267,6 +267,6 @@ def _stack(name: str, shape: tuple[int, ...], pairs: Mapping[tuple[str, int], _P
     parameter, _, which = name.rpartition(".lora_")
     stack = np.zeros((shape[0], lora.rank, math.prod(shape) // shape[0] // lora.rank), np.float32)
     for i, pair in ((i, pair) for (other, i), pair in pairs.items() if other == parameter):
-        rows = pair.a_RI if which == "a" else pair.b_OR.T.astype(np.float32) * np.float32(pair.scale / factor_of(lora))
+        rows = pair.a_RI if which == "a" else pair.b_OR.T.astype(np.float32) * np.float32(pair.scale / scaling_of(lora))
         stack[i, : len(rows)] = rows
     return jnp.asarray((stack.swapaxes(1, 2) if which == "a" else stack).reshape(shape))

@@ -123,7 +123,7 @@ def _export(argv: Sequence[str]) -> int:
 
     if format_of(args.folder) is not None:
         raise ConfigError(
-            f"{args.folder}: only the adapters of a run can be exported; hub merge writes one model with its base"
+            f"{args.folder}: is not a run, so its adapters cannot be exported; to merge them with their base, use hub merge"
         )
     if args.dtype not in ("auto", "float32"):
         raise ConfigError(

@@ -313,7 +313,7 @@ def nash_config(cfg: ModelConfig, **extra: Any) -> dict[str, Any]:
     if text is not None:
         scaling = RopeScaling.parse(text)
         multipliers = list(scaling.multipliers(cfg.rope_theta, cfg.head_dim))
-        values |= {"rope_multipliers": multipliers, "rope_amplitude": scaling.cos_and_sin, _SCALING: text}
+        values |= {"rope_multipliers": multipliers, "rope_amplitude": scaling.cos_sin_amplitude, _SCALING: text}
     return {"architectures": ["NashMhcForCausalLM"], "auto_map": _AUTO_MAP, "model_type": _NASH, **values, **extra}
 
 
@@ -345,7 +345,7 @@ def _check_scaling(cfg: ModelConfig, multipliers: Any, amplitude: Any) -> None:
             raise ConfigError(f"rope_multipliers without {_SCALING}: written by an older version; export the run again")
         return
     scaling = RopeScaling.parse(cfg.rope_scaling)
-    expected = [scaling.cos_and_sin, *scaling.multipliers(cfg.rope_theta, cfg.head_dim)]
+    expected = [scaling.cos_sin_amplitude, *scaling.multipliers(cfg.rope_theta, cfg.head_dim)]
     try:
         matches = all(math.isclose(a, b) for a, b in zip([amplitude, *(multipliers or ())], expected, strict=True))
     except (TypeError, ValueError):

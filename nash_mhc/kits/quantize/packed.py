@@ -171,27 +171,28 @@ def read_packed(folder: Path, like: Any) -> Any:
     for name, leaf in named_leaves(like).items():
         try:
             about = weights.get(name)
-            array = tensors[name].astype(np.float32) if about is None else _array(name, about, tensors, leaf.shape)
+            array = tensors[name].astype(np.float32) if about is None else _dequantize(name, about, tensors, leaf.shape)
             leaves.append(jax.device_put(np.asarray(array).reshape(leaf.shape).astype(leaf.dtype), leaf.sharding))
         except MALFORMED as error:
             raise ConfigError(f"{folder / WEIGHTS}: {name} does not match {ABOUT} ({error}); {_REMEDY}") from None
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _array(name: str, about: dict[str, Any], tensors: dict[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    bits, inputs = about["bits"], about["inputs"]
+def _dequantize(name: str, about: dict[str, Any], tensors: dict[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Return the weight NAME, dequantized, in that shape."""
+    bits, input_axes = about["bits"], about["inputs"]
     packed = tensors[f"{name}.codes"]
     stack = shape[: packed.ndim - 2]
-    count = math.prod(shape[len(stack) :][:inputs])
-    rows = ops.unpacked(packed.reshape(-1, packed.shape[-1]), bits, count)
-    codes = rows.reshape(*stack, -1, count).swapaxes(-1, -2).reshape(shape)
+    n_inputs = math.prod(shape[len(stack) :][:input_axes])
+    rows = ops.unpacked(packed.reshape(-1, packed.shape[-1]), bits, n_inputs)
+    codes = rows.reshape(*stack, -1, n_inputs).swapaxes(-1, -2).reshape(shape)
     levels = tensors.get(f"{name}.levels", np.broadcast_to(ops.uniform_levels(bits), (*stack, 2**bits)))
     scales = (tensors.get(f"{name}.{key}") for key in ("scale", "scale_a", "scale_b"))
     stored = Exported(
         jnp.asarray(np.ascontiguousarray(codes)), jnp.asarray(levels), *(None if a is None else jnp.asarray(a) for a in scales)
     )
-    one = functools.partial(Exported.array, inputs=inputs)
-    return np.asarray(jax.jit(jax.vmap(one) if stack else one)(stored))
+    dequantize = functools.partial(Exported.array, inputs=input_axes)
+    return np.asarray(jax.jit(jax.vmap(dequantize) if stack else dequantize)(stored))
 
 
 FORMAT = ModelFormat(config=read_config, read=read_packed, instead="use the run that was packed")

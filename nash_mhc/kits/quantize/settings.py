@@ -27,11 +27,11 @@ class QuantizeConfig(Section):
 
     weights: str | None = key(
         None,
-        f"train with quantized weights: {', '.join(PRESETS)} (q2a4: 2-bit MLP, 4-bit attention), or MLP,ATTENTION, each "
-        "BITS/RANK or none, such as 2/32,4/8. RANK is the rank of the scales (0: one scale per group)",
+        f"quantize weights, not activations: {', '.join(PRESETS)} (q2a4: 2-bit MLP, 4-bit attention), or two entries for "
+        "MLP and attention, BITS/RANK or none, such as 2/32,4/8. RANK: rank of the matrix of scales (0: one per group)",
         flag="quantize",
     )
-    group: int = key(32, "group size: inputs that share a scale (rank 0), or an initial scale (other ranks)", low=2)
+    group: int = key(32, "inputs per group; with rank 0 each group has one scale, with other ranks one initial scale", low=2)
     levels: str = key(
         "uniform", "quantization levels: uniform (evenly spaced) or table (learned)", choices=("uniform", "table")
     )
@@ -44,7 +44,7 @@ class QuantizeConfig(Section):
     )
     trains: str = key(
         "both",
-        "what to train: weights (without their scales), only the scales, or both, with all other parameters",
+        "what to train: weights (all parameters except scales), scales (nothing else), or both (all parameters)",
         choices=("weights", "scales", "both"),
     )
 

@@ -28,7 +28,7 @@ _SCAN_TRAFFIC = {"linear": 24, "tanh": 8}
 def _group_bytes(cfg: ReservoirConfig, dtype: str, remat: str, kernel: str, seq_len: int, tp: int) -> LayerBytes:
     """Trace one sequence in a group of layers, which the compiler may interleave: reservoirs, and attention if any.
 
-    tp splits units, heads, MLP width and, between layers, time.
+    tp splits units, heads, MLP width and, between layers, the time axis.
     """
     local = dataclasses.replace(cfg, units=cfg.units // tp, ffn=cfg.ffn // tp, heads=cfg.heads // tp)
     segments_BT, key = jnp.ones((1, seq_len), jnp.int32), jax.random.key(0)

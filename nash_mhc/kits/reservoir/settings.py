@@ -24,8 +24,8 @@ class ReservoirConfig(AttendingConfig):
     ffn: int = key(384, "width of the MLP (F)", low=1)
     unit: str = key(
         "linear",
-        "type of the units: linear (complex, computed in parallel over tokens) or tanh (pairs of real units in rings, "
-        "computed token by token)",
+        "type of the units: linear (complex, computed in parallel over tokens) or tanh (two nonlinear real units for each "
+        "complex one, in rings of --model-ring, computed token by token)",
         choices=("linear", "tanh"),
     )
     ring: int = key(32, "tanh units per ring", low=2)

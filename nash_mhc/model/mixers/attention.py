@@ -40,7 +40,10 @@ class AttentionLayout(NamedTuple):
     original_segments_BT: Int[Array, "B T"] | None = None  # document ids of the original sequence
 
     def at(self, c: int, stride: int) -> tuple[Array | None, Array, Documents | None]:
-        """Return (segments, positions, documents) of scale c."""
+        """Return (segments, positions, documents) of scale c.
+
+        Scale c sees one row per `stride` tokens (multiscale.py); plain attention uses scale 0, stride 1.
+        """
         segments_BI = None if self.segments_BT is None else self.segments_BT[:, ::stride]
         return segments_BI, self.positions_BT[:, ::stride], self.documents[c] if self.documents else None
 
@@ -85,6 +88,7 @@ def sharded_attention(
     if set(kernels) <= set(PLAIN_KERNELS):
         return run
     batch_axes = lambda tree, *axes: jax.tree.map(lambda a: ("batch", *axes[: a.ndim - 1]), tree)
+    # Axes of each array of segments and documents: batch first; some have no second axis.
     packing_axes: Any = lambda x: (batch_axes(x.segments_BI, "time"), batch_axes(x.documents, "documents"))
     axes = tuple(AttentionInput._make((PER_HEAD, PER_KV_HEAD, PER_KV_HEAD, *packing_axes(x))) for x in inputs)
     return on_shards(run, [axes], (out_axes,) * len(inputs))
@@ -102,11 +106,14 @@ def rotation_of(cfg: Any) -> Rotation:
     if cfg.rope_scaling is None:
         return Rotation(cfg.rope_theta)
     scaling = RopeScaling.parse(cfg.rope_scaling)
-    return Rotation(cfg.rope_theta, scaling.multipliers(cfg.rope_theta, cfg.head_dim), scaling.cos_and_sin)
+    return Rotation(cfg.rope_theta, scaling.multipliers(cfg.rope_theta, cfg.head_dim), scaling.cos_sin_amplitude)
 
 
 class Attention(eqx.Module):
-    """`cfg` is a ModelConfig, or the configuration of a kit's model with the same fields."""
+    """Causal grouped-query attention: project, norm and rotate, attend, project back.
+
+    `cfg` is a ModelConfig, or the configuration of a kit's model with the same fields.
+    """
 
     q_DNH: Float[Array, "D N H"] = param("embed", "heads", "head_dim")
     k_DKH: Float[Array, "D K H"] = param("embed", "kv_heads", "head_dim")
@@ -155,7 +162,7 @@ class Attention(eqx.Module):
     def rotate_queries(
         self, q_BTNH: Float[Array, "B T N H"], positions_BT: Int[Array, "B T"], *, copies: int
     ) -> tuple[Array, ...]:
-        """Return one copy per reader, so that one pass of the backward sums their gradients."""
+        """Return one copy per scale that attends with them: one backward pass then sums their gradients."""
         return self._norm_and_rotate(q_BTNH, self.q_norm, positions_BT, PER_HEAD, copies)
 
     def rotate_keys(self, k_BTKH: Float[Array, "B T K H"], positions_BT: Int[Array, "B T"]) -> Array:
