@@ -15,7 +15,7 @@ from corpora import BYTES, prepared, stories, texts, write_jsonl
 
 from nash_mhc.config.schema import ConfigError, DataConfig
 from nash_mhc.data import recipe as recipe_module
-from nash_mhc.data.documents.holdout import TRAINED_ON, HeldOut, key_of, choose_held_out
+from nash_mhc.data.documents.holdout import TRAINED_ON, HeldOut, choose_held_out, key_of
 from nash_mhc.data.prepared import chunks
 from nash_mhc.data.prepared.folder import Manifest, PreparedRows
 from nash_mhc.data.recipe import Document
