@@ -385,7 +385,7 @@ def test_the_best_rate_at_the_edge_is_no_verdict():
         ("quality --warmup 3 --seeds 0", "unknown flag --warmup; did you mean --warmup-steps?"),
         ("quality --json /nowhere/figures.json --seeds 0", "--json /nowhere/figures.json: cannot be written"),
         ("quality --init-from x", "--init-from"),
-        ("data --megabytes 8", "bench data was removed; metrics.jsonl of a run has data_wait_ms, step_ms and goodput"),
+        ("data --megabytes 8", "bench data was removed"),
         ("step --objective distill", "--objective distill: `bench step`"),
         ("compile --seeds 3", "unknown flag --seeds; did you mean --seed?"),
         ("step --steps 0", "--steps must be at least 1"),
