@@ -125,7 +125,7 @@ def _scan(argv: Sequence[str], own_flags: Sequence[str], folder: str | None = No
                 alone = _run_folder(token)
                 continue
             if not equals or not flag:
-                hint = f"; the folder of a run has a slash in its name: runs/{token}" if folder is not None else ""
+                hint = f", or a run directory with a slash, such as runs/{token}" if folder is not None else ""
                 raise ConfigError(f"unexpected argument {token!r}; write --flag value or section.key=value{hint}")
             with at(f"override {token}"):
                 if (key := find(flag, kind=kind)) is None:

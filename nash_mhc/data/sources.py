@@ -226,7 +226,7 @@ def open_source(
 def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, opener: Opener | None = None) -> RowSource | None:
     """Open the validation rows, which are the same for every run on this data; None without held-out data.
 
-    Those of a mixture are those of its datasets.
+    For a mixture, these are the validation rows of all its datasets, mixed.
     """
     if parts := parts_of(cfg):
         return _mix([(part, weight, open_held_out(part, tokenizer, align=align)) for part, weight in parts])
@@ -239,7 +239,7 @@ def open_held_out(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, open
 def open_test(cfg: DataConfig, tokenizer: Tokenizer, *, align: int = 1, opener: Opener | None = None) -> RowSource | None:
     """Open the rows of the final test; None without --test-fraction, --test-split or a prepared test part.
 
-    Those of a mixture are those of its datasets.
+    For a mixture, these are the validation rows of all its datasets, mixed.
     """
     if parts := parts_of(cfg):
         finite = [(part, weight) for part, weight in parts if part.dataset != "stories"]

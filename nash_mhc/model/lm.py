@@ -48,7 +48,7 @@ def kernel_for(execution: Execution, seq_len: int, head_dim: int, window: int | 
 
 
 def stacks_of_group(layers: Any, size: int) -> tuple[Any, ...]:
-    """Split a stack of layers, which repeats groups of `size`, into one stack per layer of a group.
+    """Split a stack of layers, in groups of `size`, into `size` stacks: one for each position in a group.
 
     The scan must slice each stack itself: a layer sliced out of its group inside the scan would be saved, with gathered
     weights, for the backward pass. Layers with different parameters are a tuple of stacks already.

@@ -131,7 +131,7 @@ _decode_chunk = jax.jit(decode_chunk, static_argnames="how", donate_argnames="at
 
 
 def context_start(cfg: ArchitectureConfig, count: int, seq_len: int) -> int:
-    """Return the index of the first of `count` tokens that the prediction of the next token sees.
+    """Return the index of the first token, of `count` so far, that the model sees when it predicts the next one.
 
     It is 0 until the cache is full. Then the cache restarts with its last half, rounded to the model's alignment, so
     that blocks hold the same tokens as before. The result depends on the count alone: a prompt and generated text of

@@ -176,7 +176,7 @@ def check_fit(
 ) -> None:
     """Raise ConfigError if sizes do not divide over the mesh; names them all, with settings that work.
 
-    `resizable`: the sections whose keys may be proposed, next to another mesh.
+    `resizable`: the sections whose keys may be proposed, besides another mesh.
     """
     if not (found := indivisible_sizes(data, model, mesh_shape)):
         return

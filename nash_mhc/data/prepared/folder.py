@@ -193,11 +193,11 @@ class _File:
     """An open file that closes when its last user, in any thread, releases it."""
 
     def __init__(self, path: Path) -> None:
-        self.number = os.open(path, os.O_RDONLY)
+        self.fd = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
-        if "number" in self.__dict__:
-            os.close(self.number)
+        if "fd" in self.__dict__:
+            os.close(self.fd)
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class Records:
         for at, index in enumerate(map(int, indices)):
             number, row = self.locate(index)
             file = self._open(number)  # a local reference: the cache may drop it while another thread reads
-            if os.preadv(file.number, [buffer[at]], row * self.size) != self.size:
+            if os.preadv(file.fd, [buffer[at]], row * self.size) != self.size:
                 raise Damaged(f"{self.place(index)}: the file is truncated; prepare the data again")
         return buffer
 

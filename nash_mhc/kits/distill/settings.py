@@ -13,7 +13,9 @@ class DistillConfig(Section):
     section, prefixed, of_objective = "distill", True, "distill"
     about = "distillation from a cached or online teacher (--objective distill)"
 
-    temperature: float = key(1.0, "softmax temperature; with a cache, one of its distill cache --temperatures", above=0)
+    temperature: float = key(
+        1.0, "softmax temperature; with a cache, one that it was made for (`distill cache --temperatures`)", above=0
+    )
     text: float = key(0.0, "weight of the cross-entropy with the data's next token, as a fraction of the loss", low=0, high=1)
     hard: float = key(
         0.0, "weight of the cross-entropy with the teacher's most likely token, as a fraction of the loss", low=0, high=1

@@ -155,7 +155,9 @@ def _named_base(folder: Path) -> str:
     name = read_json(folder / FILE).get("base_model_name_or_path")
     if not isinstance(name, str) or not Path(name).is_dir():
         command = module_command("nash_mhc.hub", "import", str(folder), "--base", "BASE", "--out", "RUN")
-        raise ConfigError(f"{folder}: there is no folder with its base model, {shown(name)}; combine both with {command}")
+        raise ConfigError(
+            f"{folder}: its base model, {shown(name)}, is not a folder on this machine; give that folder as BASE in {command}"
+        )
     return name
 
 

@@ -27,11 +27,15 @@ class QuantizeConfig(Section):
 
     weights: str | None = key(
         None,
-        f"quantize weights, not activations: {', '.join(PRESETS)} (q2a4: 2-bit MLP, 4-bit attention), or two entries for "
-        "MLP and attention, BITS/RANK or none, such as 2/32,4/8. RANK: rank of the matrix of scales (0: one per group)",
+        f"quantize weights, not activations: {', '.join(PRESETS)} (q2a4: 2-bit MLP, 4-bit attention), or MLP,ATTENTION such "
+        "as 2/32,4/8. Each is BITS/RANK or `none`; RANK is the rank of the matrix of scales (0: one scale per group)",
         flag="quantize",
     )
-    group: int = key(32, "inputs per group; with rank 0 each group has one scale, with other ranks one initial scale", low=2)
+    group: int = key(
+        32,
+        "inputs per group. With rank 0, a group has one scale; otherwise the matrix of scales is initialized from these",
+        low=2,
+    )
     levels: str = key(
         "uniform", "quantization levels: uniform (evenly spaced) or table (learned)", choices=("uniform", "table")
     )
