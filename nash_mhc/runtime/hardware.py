@@ -74,13 +74,17 @@ def known_peak(device_kind: str) -> float | None:
     return None if (chip := by_kind(device_kind)) is None else chip.tflops
 
 
+def known_memory(device_kind: str) -> int | None:
+    """Return the memory bytes of a chip from its data sheet; None if unknown."""
+    return None if (chip := by_kind(device_kind)) is None else int(chip.memory_gb * 10**9)
+
+
 def device_memory(device: jax.Device) -> int | None:
     """Return the bytes that a program may use on one device; None for a CPU or if unknown."""
     if device.platform == "cpu":
         return None
-    if limit := (device.memory_stats() or {}).get("bytes_limit"):
-        return int(limit)
-    return int(chip.memory_gb * 1e9) if (chip := by_kind(device.device_kind)) else None
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return int(limit) if limit else known_memory(device.device_kind)
 
 
 def processors(mesh: Mesh) -> int:

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,18 @@ Beat = dict[str, Any]  # a heartbeat: name, phase, moves, at, ended, still, wait
 # All times below are counted in ticks of the thread instead of by a clock: a suspended machine has lost no process.
 
 
+@dataclass
+class _Peer:
+    beat: Beat  # the latest
+    silent: float = 0.0  # seconds since it changed
+
+
 class Heartbeats:
     """Sends this process's heartbeat and follows those of the others."""
 
     def __init__(self, board: Board, index: int, count: int, tick: float) -> None:
         self._board, self._index, self._count, self._tick = board, index, count, tick
-        self.beats: dict[str, Beat] = {}  # the latest of each process
-        self._silent: dict[str, float] = {}  # seconds since it changed
+        self._peers: dict[str, _Peer] = {}
         self.looked = 0.0  # seconds with an answer from process 0
         self._unanswered = 0.0  # seconds since its last answer
         self.missing: list[int] = []  # processes that have never sent a heartbeat
@@ -60,30 +66,34 @@ class Heartbeats:
         running = {index: beat for index, beat in beats.items() if not beat["ended"]}
         self.all_running = len(running) == len(beats)
         for index, beat in running.items():
-            self._silent[index] = self._silent[index] + self._tick if beat == self.beats.get(index) else 0.0
-        self.beats |= running
+            peer = self._peers.setdefault(index, _Peer(beat))
+            peer.silent, peer.beat = (peer.silent + self._tick if beat == peer.beat else 0.0), beat
         return notes
 
     def lost(self, stall_timeout: float) -> str | None:
         """Return a message that names a dead or frozen process, if there is one."""
         if self.missing and self.looked >= BEGIN_S:
             return self.never_started()
-        for index, silent in self._silent.items():
-            if silent >= min(SILENCE_S, stall_timeout):
-                name, phase = self.beats[index]["name"], self.beats[index]["phase"]
-                return f"{name} is dead or frozen: no heartbeat for {silent:.0f} s, last phase: {phase}"
+        for peer in self._peers.values():
+            if peer.silent >= min(SILENCE_S, stall_timeout):
+                name, phase = peer.beat["name"], peer.beat["phase"]
+                return f"{name} is dead or frozen: no heartbeat for {peer.silent:.0f} s, last phase: {phase}"
         return None
 
     def lost_coordinator(self) -> str | None:
         """Return a message if process 0, which stores the board, does not answer."""
         if self._unanswered < min(SILENCE_S, ANSWER_S):
             return None
-        known = self.beats.get("0")
-        name, phase = (known["name"], f", last phase: {known['phase']}") if known else ("process 0", "")
+        known = self._peers.get("0")
+        name, phase = (known.beat["name"], f", last phase: {known.beat['phase']}") if known else ("process 0", "")
         return f"{name} is dead or frozen: no answer for {self._unanswered:.0f} s{phase}"
 
     def never_started(self) -> str:
         return f"{process_names(self.missing)} connected but never sent a heartbeat, and has probably died"
+
+    def beats(self) -> dict[str, Beat]:
+        """Return the latest heartbeat of each process."""
+        return {index: peer.beat for index, peer in self._peers.items()}
 
     def end(self, own: Beat) -> None:
         """Tell the others that this process has finished and will be silent."""
@@ -131,6 +141,39 @@ class StoppingPoint:
                 self._stop_at = 1 + max(points.values())
 
 
+class Verdicts:
+    """Ends a run that cannot continue, in all of its processes. `board` is None for a single process."""
+
+    def __init__(self, board: Board | None, index: int, name: str, tick: float) -> None:
+        self._board, self._index, self._name, self._tick = board, index, name, tick
+
+    def post(self, verdict: str, culprits: Sequence[str] = (), code: int = TRY_AGAIN) -> None:
+        """Make the other processes exit with this message."""
+        if self._board is not None:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # without a board, their own watchdogs notice
+                self._board.write("notes/verdict", [verdict, list(culprits), code])
+
+    def carry_out(self, verdict: str, culprits: Sequence[str], code: int = TRY_AGAIN) -> None:
+        """Print the message and the stacks of the `culprits` and exit. Returns only in a notebook, which survives."""
+        if str(self._index) in culprits:
+            stack = "(no space to write it)"
+            with contextlib.suppress(OSError):  # the disk is full
+                stack = _all_stacks()
+            print(f"stack of {self._name}:\n{stack}", file=sys.stderr)
+            if self._board is not None:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._board.write(f"stacks/{self._index}", stack)
+        if self._board is not None and self._index == 0:
+            time.sleep(3 * self._tick)  # the board ends with process 0, so the others must have read it
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                for index, stack in self._board.read("stacks").items():  # so that one log contains everything
+                    print(f"stack of process {index}:\n{stack}", file=sys.stderr)
+        print(f"error: {verdict}; start the run again to resume from the last checkpoint", file=sys.stderr)
+        if SIGNALS.listening or self._board is not None:
+            exit_now(code)
+        SIGNALS.interrupt()
+
+
 def _all_stacks() -> str:
     """Return the stacks of all threads; faulthandler can only write them to a real file."""
     with tempfile.TemporaryFile("w+") as file:
@@ -167,12 +210,13 @@ class Watch:
         self._name = f"process {index} ({socket.gethostname()}, pid {os.getpid()})" if board else "this process"
         self._others = Heartbeats(board, index, count, self._tick) if board is not None else None
         self._stopping = StoppingPoint(board, index, count)
+        self._verdicts = Verdicts(board, index, self._name, self._tick)
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def __enter__(self) -> Watch:
         if self._board is not None:
             SIGNALS.before_leaving = lambda name: self._judge(f"{self._name} received {name} before training started")
-            on_lost_coordinator(self._aborted)
+            self._catch_aborts()
         self._thread.start()
         return self
 
@@ -187,7 +231,7 @@ class Watch:
             self._ended.set()
             reason = (str(error).splitlines() or [kind.__name__ if kind else ""])[0][:300]
             code = 2 if isinstance(error, ConfigError) else TRY_AGAIN
-            self._post(f"{self._name} has ended: {reason}", code=code)
+            self._verdicts.post(f"{self._name} has ended: {reason}", code=code)
             time.sleep(3 * self._tick * (self._index == 0))
         self._ended.set()
         self._thread.join()
@@ -255,13 +299,13 @@ class Watch:
 
     def _report_stall(self) -> None:
         """This process has made no progress for too long: blame the process that has come least far."""
-        everyone = (self._others.beats if self._others else {}) | {str(self._index): self._beat()}
+        everyone = (self._others.beats() if self._others else {}) | {str(self._index): self._beat()}
         least = min(beat["moves"] for beat in everyone.values())
         self._judge_stuck(self._idle, {index: beat for index, beat in everyone.items() if beat["moves"] == least})
 
     def _report_standstill(self, others: Heartbeats) -> None:
         """If no process has been active for too long, blame those that do not wait for another one."""
-        everyone = others.beats | {str(self._index): self._beat()}
+        everyone = others.beats() | {str(self._index): self._beat()}
         if all(beat.get("still", 0.0) > 0.9 * self._timeout for beat in everyone.values()) and len(everyone) > 1:
             stuck = {index: beat for index, beat in everyone.items() if not beat.get("waits")} or everyone
             self._judge_stuck(self._still, stuck)
@@ -271,36 +315,16 @@ class Watch:
         self._judge(f"no progress for {seconds:.0f} s (--stall-timeout): {names}", *stuck)
 
     def _judge(self, verdict: str, *culprits: str) -> None:
-        """End the run in all processes."""
-        self._post(verdict, culprits)
+        self._verdicts.post(verdict, culprits)
         self._carry_out(verdict, culprits)
 
-    def _post(self, verdict: str, culprits: Sequence[str] = (), code: int = TRY_AGAIN) -> None:
-        """Make the other processes exit with this message."""
-        if self._board is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # without a board, their own watchdogs notice
-                self._board.write("notes/verdict", [verdict, list(culprits), code])
+    def _carry_out(self, verdict: str, culprits: Any, code: int = TRY_AGAIN) -> None:
+        self._verdicts.carry_out(verdict, culprits, code)
+        self._ended.set()  # reached only in a notebook
 
-    def _carry_out(self, verdict: str, culprits: Sequence[str], code: int = TRY_AGAIN) -> None:
-        """Print the message and the stacks of the `culprits` and exit. Returns only in a notebook, which survives."""
-        if str(self._index) in culprits:
-            stack = "(no space to write it)"
-            with contextlib.suppress(OSError):  # the disk is full
-                stack = _all_stacks()
-            print(f"stack of {self._name}:\n{stack}", file=sys.stderr)
-            if self._board is not None:
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    self._board.write(f"stacks/{self._index}", stack)
-        if self._board is not None and self._index == 0:
-            time.sleep(3 * self._tick)  # the board ends with process 0, so the others must have read it
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                for index, stack in self._board.read("stacks").items():  # so that one log contains everything
-                    print(f"stack of process {index}:\n{stack}", file=sys.stderr)
-        print(f"error: {verdict}; start the run again to resume from the last checkpoint", file=sys.stderr)
-        if SIGNALS.listening or self._board is not None:
-            exit_now(code)
-        SIGNALS.interrupt()
-        self._ended.set()
+    def _catch_aborts(self) -> None:
+        """Have `_aborted` called where JAX would abort because it cannot reach process 0."""
+        on_lost_coordinator(self._aborted)
 
     def _aborted(self) -> None:
         """Exit with a message that names the lost process; return if the abort has another reason."""

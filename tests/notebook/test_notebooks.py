@@ -28,8 +28,7 @@ from nash_mhc.data.tokenizer import ByteTokenizer
 from nash_mhc.loading.load import load
 from nash_mhc.notebook.devices import Found, detect, device_sentence, mesh_flags, propose
 from nash_mhc.notebook.training import CellError, follow, generate, pack, start
-from nash_mhc.runtime.chips import by_kind
-from nash_mhc.runtime.hardware import device_memory
+from nash_mhc.runtime.hardware import device_memory, known_memory
 from nash_mhc.runtime.signals import TRY_AGAIN
 
 ROOT = Path(__file__).parents[2]
@@ -252,7 +251,7 @@ def test_the_proposal_fits_the_devices(found, sentence, size, mesh, batch):
 
 
 def test_known_chips_have_a_memory_size():
-    assert [by_kind(kind).memory_gb for kind in (V6E, "TPU v5 lite", "TPU v5p")] == [32, 16, 95] and by_kind("X") is None
+    assert [known_memory(kind) for kind in (V6E, "TPU v5 lite", "TPU v5p", "X")] == [32 * 10**9, 16 * 10**9, 95 * 10**9, None]
     assert device_memory(jax.devices("cpu")[0]) is None
 
 

@@ -39,7 +39,7 @@ def left(monkeypatch):
 
     monkeypatch.setattr(watchdog, "Board", Notes)
     monkeypatch.setattr(watchdog, "exit_now", leave)
-    monkeypatch.setattr(watchdog, "on_lost_coordinator", lambda _: None)
+    monkeypatch.setattr(watchdog.Watch, "_catch_aborts", lambda _: None)
     monkeypatch.setattr(watchdog, "SILENCE_S", 0.2)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)  # SystemExit there ends the thread, as `leave` the process
