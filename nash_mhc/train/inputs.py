@@ -32,7 +32,7 @@ from nash_mhc.loading.formats import format_of
 from nash_mhc.model.architectures import for_platform
 from nash_mhc.objectives.base import Batch, OpenFeed
 from nash_mhc.objectives.registry import feed_of, named_objective
-from nash_mhc.parallel.board import check_settings_agree, from_leader, leader_first
+from nash_mhc.parallel.board import barrier, check_settings_agree, from_leader, leader_first
 from nash_mhc.parallel.mesh import check_fit, indivisible_sizes, make_mesh
 from nash_mhc.parallel.processes import start
 from nash_mhc.parallel.sharding import RULES
@@ -256,6 +256,7 @@ def _lock(folder: RunFolder, watch: Watch, stack: contextlib.ExitStack, *, wait:
 
     owner = leader_first(acquire_lock)
     stack.callback(owner.release)
+    barrier()  # otherwise process 0 would start a step, and its wait for the others would count as a stall
     return owner
 
 
