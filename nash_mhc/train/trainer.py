@@ -66,12 +66,11 @@ def run(
     command: str | None = None,
     on_open: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Train until the last step of `cfg` and return the result.
+    """Train until the last step of `cfg` and return the result. Print progress, unless `quiet` or the caller's own
+    logging handlers print it to the console.
 
     Raise ConfigError for invalid settings. Raise Interrupted if a signal stops the run: its last step is saved, and the
     same call resumes it.
-
-    Print progress on stdout, unless `quiet` or the caller's own logging handlers print it to the console.
 
     callbacks: called at every step, evaluation and save. sinks: receive metrics and evaluations in process 0.
     no_preflight: train even if the memory estimate exceeds the devices. command: the command line, for run.json.
@@ -120,10 +119,8 @@ class Trainer:
         reporter: Reporter,
         sinks: Sequence[Sink],
     ) -> None:
-        """Compile the step while the state is created or restored, then open the run's files.
-
-        `invocation` goes into run.json: the requested settings, the command, and the memory and speed estimate.
-        """
+        """Compile the step while the state is created or restored, then open the run's files. `invocation` goes into
+        run.json: the requested settings, the command, and the memory and speed estimate."""
         self.inputs, self.mesh, self.store = inputs, mesh, store
         self.watch, self.clock, self.reporter = watch, clock, reporter
         cfg = inputs.cfg
@@ -138,15 +135,13 @@ class Trainer:
         self.start = start = starting_state(cfg, mesh, store, inputs.source)
         self.state, self.step = start.state, start.step  # `state.step` counts updates only, without skipped steps
         store.warm_up(saved_part(start.state, cfg.lora))
-        # own: the checkpoint is this run's, not that of --resume-from.
-        if start.own and "clock" in start.values:
+        if start.own and "clock" in start.values:  # own: the checkpoint is this run's, not that of --resume-from
             clock.resume(start.values["clock"], written=self.folder.completed_at(start.step), row=self.folder.last_row())
 
         # Write run.json, open metrics.jsonl and eval.jsonl.
         record = run_record.record(inputs, mesh, start, invocation)
         self.repeats_evaluation = inputs.evaluator is not None and start.evaluation_missing(cfg.train)
-        # Evaluation rows up to this step are kept: an evaluation to repeat gets a new row.
-        evaluated = start.step - 1 if self.repeats_evaluation else start.step
+        evaluated = start.step - 1 if self.repeats_evaluation else start.step  # one to repeat gets a new row
         self.telemetry = run_record.open_telemetry(inputs, record, evaluated=evaluated, step=start.step, sinks=sinks)
         self.saver = Saver(
             store, record.texts, owner=inputs.owner, last=start.step if start.own else None,
@@ -213,7 +208,6 @@ class Trainer:
 
         The host dispatches a step, then reads the metrics of the previous one; it never waits for the latest step.
         """
-        # clock: where the run's wall time went. meter: speed per log interval, without evaluations and saves.
         train, meter, watch, clock = self.cfg.train, self.meter, self.watch, self.clock
         due = lambda interval: self.step == train.total_steps or (interval > 0 and self.step % interval == 0)
         meter.reset()
@@ -256,10 +250,7 @@ class Trainer:
             self._read_pending()
 
     def _read_pending(self) -> None:
-        """Wait for the step whose metrics are not read yet, read them, and let callbacks see them.
-
-        In the loop, that is the step before the one just dispatched.
-        """
+        """Read the metrics of the pending step (in `_loop`, the one before the latest); let callbacks see them."""
         if self._pending is not None:
             (step, on_device), self._pending = self._pending, None
             metrics = jax.device_get(on_device)
@@ -290,10 +281,7 @@ class Trainer:
             self.notify("on_save", self.step)
 
     def _finish(self) -> Result:
-        """Load the best checkpoint if the run ends with it, and compute the test score.
-
-        Raise Interrupted if a signal came, even after the last step: the same call then only finishes the run.
-        """
+        """Load the best checkpoint if the run ends with it, and compute the test score; Interrupted after a signal."""
         cfg, evaluations, is_short = self.cfg, self.evaluations, self.step < self.cfg.train.total_steps
         if is_short and self.out_of_patience:
             best = evaluations.best
