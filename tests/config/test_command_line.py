@@ -122,9 +122,7 @@ def test_the_folder_of_a_run_needs_no_flag(tmp_path: Path, monkeypatch: pytest.M
         parse("there")
     (tmp_path / "there" / "run.json").write_text("{}")
     assert parse("there").config.train.checkpoint_dir == "there"
-    with pytest.raises(
-        ConfigError, match=r"unexpected argument 'smal'; .*runs/smal"
-    ):
+    with pytest.raises(ConfigError, match=r"unexpected argument 'smal'; .*runs/smal"):
         parse("smal")  # a typo begins no run
     with pytest.raises(ConfigError, match=r"unexpected argument 'runs/notes'; write --flag value or section.key=value$"):
         parsing.parse(["runs/notes"])  # of a command that has no run's folder
